@@ -20,8 +20,8 @@ from dynamo_trtllm.support.http_server.exchange import HttpResponse
 class AnswerBuilder(Protocol):
     """Encodes the answer to one request in the form of its API.
 
-    A stream uses `start`, `delta`, `finish` and `error`; they return the bytes of events. An answer
-    that is sent whole uses `push` and `body`.
+    A stream uses `start`, `delta`, `finish` and `error`, which return the bytes of events. An
+    answer that is sent whole uses `push` and `body`.
     """
 
     def start(self) -> bytes:
@@ -54,7 +54,7 @@ class ApiAdapter(Protocol[B]):
     id_prefix: str
     body: type[B]
     prompt_fields: frozenset[str]  # the body's fields that are not needed any more after planning
-    ping: bytes  # the event of a silent stream; b"": a comment
+    ping: bytes  # the event that is sent in a silent stream; b"": a comment is sent
 
     async def resolve(
         self, body: B, served: ServedModel, call: GenerateRequest, owner: str
@@ -62,7 +62,7 @@ class ApiAdapter(Protocol[B]):
         """Read what the request refers to. Raises RequestError.
 
         Args:
-            call: the call of the body, without prompt and sampling values.
+            call: the call to workers, still without prompt and sampling values.
             owner: name of the API key, to which the stored responses belong; "": there are no keys.
 
         Returns:
@@ -132,7 +132,7 @@ class Answer:
             share_suspicions(self.choices, self.plan.candidates)
 
     def begin(self, response: HttpResponse) -> None:
-        """Send what precedes the first delta. The headers may have been sent during a silence."""
+        """Send what precedes the first delta. A ping may have sent the headers already."""
         self.has_begun = True
         if not response.started:
             response.start_events(self.headers())
@@ -152,7 +152,7 @@ class Answer:
     def usage(self) -> Usage:
         """Return the usage so far.
 
-        A prompt counts once for all its candidates, with the first one's cached tokens.
+        A prompt counts once for all its candidates, with the cached tokens of the first candidate.
         """
         if len(self.choices) == 1:
             return self.choices[0].usage()
@@ -186,19 +186,19 @@ def joined_ids(instances: Iterable[int | None]) -> str | None:
 
 
 def tokens_per_s(choices: Iterable[Choice]) -> float | None:
-    """Return the sum of the choices' rates after their first token; None if no choice has two."""
+    """Return the sum of the rates of the choices; None if no choice has a rate, see `_rates`."""
     rates = _rates(choices)
     return sum(rates) if rates else None
 
 
 def seconds_per_token(choices: Iterable[Choice]) -> float | None:
-    """Return the time per token at the mean of the choices' rates; None if no choice has two."""
+    """Return the time per token at the mean rate of the choices; None if no choice has a rate."""
     rates = _rates(choices)
     return len(rates) / sum(rates) if rates else None
 
 
 def _rates(choices: Iterable[Choice]) -> list[float]:
-    """Return the tokens per second after the first one, of each choice that has two."""
+    """Return the tokens per second after the first token, of each choice that has later tokens."""
     rates: list[float] = []
     for choice in choices:
         first_s = choice.timeline.first_s
@@ -209,16 +209,16 @@ def _rates(choices: Iterable[Choice]) -> list[float]:
 
 
 class RunningAnswers:
-    """The answers whose choices run, by their ids: clients may look at them and cancel them."""
+    """The answers whose choices run, by their ids. Clients may look at answers and cancel them."""
 
     def __init__(self) -> None:
         self._by_id: dict[str, _RunningAnswer] = {}
 
     def track(self, answer: Answer, client: str, owner: str = "") -> _RunningAnswer:
-        """Return a context manager: the answer is one of them while its `with` block runs.
+        """Return a context manager. The answer is a running one while its `with` block runs.
 
-        The block runs in the current task, which `cancel` cancels. If a client has done that, the
-        end of the block raises Cancelled.
+        The block runs in the current task, which `cancel` cancels. If a client has cancelled the
+        answer, the end of the block raises Cancelled.
 
         Args:
             answer: the answer.
@@ -228,7 +228,7 @@ class RunningAnswers:
         return _RunningAnswer(answer, client, owner, self._by_id)
 
     def builder(self, answer_id: str, owner: str) -> AnswerBuilder | None:
-        """Return the builder of an answer in progress; None if `owner` has none of this id."""
+        """Return the builder of an answer in progress; None if `owner` has no such answer."""
         running = self._by_id.get(answer_id)
         if running is None or running.owner != owner:
             return None

@@ -1,7 +1,7 @@
 """Run one choice of a response: convert its chunks to deltas for the client.
 
-It looks for stop strings, decides on the finish reason, and counts tokens. It knows neither HTTP
-nor JSON.
+A choice looks for stop strings, decides on the finish reason, and counts tokens. This module knows
+neither HTTP nor JSON.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from dynamo_trtllm.frontend.requests.logprobs import HALF_CHARACTER
 from dynamo_trtllm.frontend.requests.preprocess import ChoiceRequest, GenerationPlan
 from dynamo_trtllm.frontend.requests.stop_strings import StopStrings
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
@@ -33,7 +34,8 @@ NO_LOGPROBS: tuple[TokenLogprob, ...] = ()
 _REASONING = Channel.REASONING
 _CALL = Channel.CALL
 _ANSWER = (Channel.FINAL, Channel.CONTENT)
-MAX_SUSPICIONS: Final = 2  # of one request, and so the pairs of workers that run its choices
+# Limit of the suspicions of one request, and so of the pairs of workers that run its choices.
+MAX_SUSPICIONS: Final = 2
 
 
 class ChoiceDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -41,8 +43,8 @@ class ChoiceDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     Only the last delta of a choice has `finish`.
 
-    It is a msgspec struct because one is created per token, and a frozen dataclass takes ten times
-    as long.
+    It is a msgspec struct because a delta is created per token, and to create a frozen dataclass
+    takes ten times as long.
     """
 
     index: int = 0  # the index of the choice
@@ -81,6 +83,7 @@ class Choice:
         self._parse = parser.push
         self._finish_parser = parser.finish
         self._index = index
+        # The engine returns log-probabilities. They may be only for `best_of`, and not for clients.
         self._has_logprobs = choice_request.request.sampling.logprobs is not None
         self._shows_logprobs = self._has_logprobs and choice_request.shows_logprobs
         self._logprob_sum = 0.0
@@ -99,7 +102,7 @@ class Choice:
         self._awaits_answer = self._options.output_format is not None
         self._awaits_prompt_logprobs = choice_request.request.sampling.prompt_logprobs is not None
         self._stream: StreamHandle | None = None
-        self.num_tokens = 0  # generated
+        self.num_tokens = 0  # how many tokens were generated
         self.finish: str | None = None
         self.timeline = ChoiceTimeline()
 
@@ -108,8 +111,8 @@ class Choice:
     ) -> None:
         """Start the stream.
 
-        `on_delta` gets its deltas. The last one has `finish`, or an error comes instead of it;
-        after either, `on_delta` gets nothing.
+        `on_delta` gets the deltas of the stream. The stream ends with a delta that has `finish`, or
+        with an error. After that, `on_delta` is not called any more.
         """
         push = self.push
         request = self._choice_request.request
@@ -121,6 +124,7 @@ class Choice:
             try:
                 delta = push(event)
                 if delta.finish is not None and event.finish_reason is None:
+                    # The output ends here, but the engine does not know that.
                     self.cancel()
                 on_delta(delta)
             except Exception as exc:  # noqa: BLE001 - a bug, or a stream without its end
@@ -256,7 +260,7 @@ class Choice:
 
         With `echo`, the prompt is part of the text. Then, add a delta with its log-probabilities.
 
-        Call this once, with the first chunk: all log-probabilities of the prompt arrive before.
+        Call this once, with the first chunk: all log-probabilities of the prompt arrive before it.
         """
         self._awaits_prompt_logprobs = False
         choice_request = self._choice_request
@@ -320,8 +324,8 @@ class Choice:
         """Return how many tokens of the last step belong to the output, and count their reasoning.
 
         The parser does not report to which token a text belongs. So another choice parses the
-        output again: the earlier tokens in one call, and those of the last step one by one. This
-        happens at most once for a choice.
+        output again: the earlier tokens in one call, and the tokens of the last step one by one.
+        This happens at most once for a choice.
         """
         replay = Choice(self._choice_request)
         unused: list[Delta] = []
@@ -346,11 +350,14 @@ class Choice:
             )
 
     def _add(self, parsed: Iterable[Delta], deltas: list[Delta]) -> None:
-        """Add parsed deltas up to a stop string or a call too many, which set `finish`."""
+        """Add parsed deltas up to the end of the output, and set `finish` there.
+
+        The output may end at a stop string, or before a second call that the client does not allow.
+        """
         for delta in parsed:
             channel = delta.channel
             if channel is not self._text_channel:
-                self._release(deltas)  # what follows is not part of the same message
+                self._release(deltas)  # a stop string can't go on in another channel
             if channel is _REASONING:
                 if self._options.shows_reasoning:
                     deltas.append(delta)
@@ -358,7 +365,7 @@ class Choice:
                 self._text_channel = channel
                 if self._stops is not None:
                     text, is_stopped = self._stops.push(delta.text)
-                    # The same object: no text is withheld, and none was.
+                    # If `push` returns its argument, no text is withheld, and none was before.
                     if text is not delta.text:
                         delta = Delta(channel=channel, text=text, logprobs=delta.logprobs)
                     if is_stopped:
@@ -392,8 +399,8 @@ class Choice:
         if reason is FinishReason.STOP and self._saw_tool_call:
             self.finish = "tool_calls"
         elif reason is FinishReason.STOP:
-            # Some engines let a model end within its reasoning. Clients would parse an empty
-            # answer.
+            # Some engines let a model end within its reasoning. With "stop", clients would parse an
+            # empty answer.
             self.finish = "length" if self._awaits_answer else "stop"
         elif reason is FinishReason.LENGTH:
             self.finish = "length"
@@ -426,7 +433,7 @@ class Choice:
         """Return whether the log-probability of a token is shown.
 
         Args:
-            step: what the token gave.
+            step: what the parser made of the token.
             token_id: the token.
             has_text: the step has text that is shown.
         """
@@ -435,12 +442,12 @@ class Choice:
         if step.deltas or step.reasoning_tokens:
             self._in_content = has_text
             return has_text
-        # The token gave no text. It belongs to the text if it is a part of a character of the
-        # content, and not if it is a marker.
+        # The token gave no text. If it is a part of a character of the content, it belongs to the
+        # text. If it is a marker, it does not.
         if not self._in_content:
             return False
         text = self._choice_request.renderer.decode(token_ids((token_id,)))
-        return "\ufffd" in text
+        return HALF_CHARACTER in text
 
 
 def _with_alternatives(

@@ -194,10 +194,10 @@ class _TextChoice:
 
     kind = "text_completion"
     event_kind = "text_completion"
-    # The choice has the fields of the prompt. False: the response has them.
+    # Where the fields of the prompt are. True: in the choice. False: in the response.
     _has_prompt = True
-    _key = "text"  # the field that has the delta
-    _last: ClassVar[Any] = ""  # the delta of the last event
+    _delta_field = "text"  # the field that has the delta
+    _last_delta: ClassVar[Any] = ""  # the delta of the last event
 
     def __init__(
         self,
@@ -213,10 +213,10 @@ class _TextChoice:
         self._renderer = choice_request.renderer
         # Fields that only the first event has. As in vLLM, they are part of the choice in a text
         # completion, and stand beside the choices in a chat.
-        self._first: dict[str, Any] = {}
+        self._first_fields: dict[str, Any] = {}
         if choice_request.options.returns_token_ids:
-            self._first["prompt_token_ids"] = choice_request.request.token_ids.tolist()
-        self._offset = 0  # characters of the tokens whose log-probabilities were sent
+            self._first_fields["prompt_token_ids"] = choice_request.request.token_ids.tolist()
+        self._offset = 0  # how many characters the tokens with sent log-probabilities have
         # The output of a choice that is not streamed.
         self._content = [choice_request.echo]
         self._reasoning: list[str] = []
@@ -253,7 +253,7 @@ class _TextChoice:
         prompt_fields = choice if self._has_prompt else self._base
         if self._request.options.returns_token_ids:
             choice["token_ids"] = self._token_ids
-        prompt_fields.update(self._first)
+        prompt_fields.update(self._first_fields)
         if self._prompt_logprobs:
             scored_prompt = prompt_logprobs(self._prompt_logprobs, self._renderer)
             prompt_fields["prompt_logprobs"] = scored_prompt
@@ -268,18 +268,18 @@ class _TextChoice:
     # --- streamed ---------------------------------------------------------------------------------
 
     def start(self) -> bytes:
-        """Return the events before the first delta. Build the constant part of the others."""
+        """Return the events before the first delta. Build the constant part of other events."""
         self._around_delta = _split_at_placeholder(self._chunk(PLACEHOLDER))
         echo = self._request.echo
-        if not echo and not self._first:
+        if not echo and not self._first_fields:
             return b""
-        return event(self._chunk(echo, **self._first))
+        return event(self._chunk(echo, **self._first_fields))
 
     def delta(self, delta: ChoiceDelta) -> bytes:
         data = self._delta(delta)
         if delta.finish is None:
             return data
-        return data + event(self._chunk(self._last, finish=delta.finish))
+        return data + event(self._chunk(self._last_delta, finish=delta.finish))
 
     def _delta(self, delta: ChoiceDelta) -> bytes:
         # Most deltas have one text, and nothing beside it.
@@ -303,7 +303,7 @@ class _TextChoice:
     ) -> dict[str, Any]:
         choice = {
             "index": self._index,
-            self._key: delta,
+            self._delta_field: delta,
             "logprobs": logprobs,
             "finish_reason": finish,
         }
@@ -320,8 +320,8 @@ class _ChatChoice(_TextChoice):
     kind = "chat.completion"
     event_kind = "chat.completion.chunk"
     _has_prompt = False
-    _key = "delta"
-    _last: ClassVar[Any] = {}
+    _delta_field = "delta"
+    _last_delta: ClassVar[Any] = {}
 
     def _output(self) -> dict[str, Any]:
         message: dict[str, Any] = {
@@ -355,7 +355,7 @@ class _ChatChoice(_TextChoice):
         self._before_reasoning = before + b'{"reasoning_content":'
         self._after_text = b"}" + after
         first = self._chunk({"role": "assistant", "content": "", "refusal": None})
-        return event(first | self._first)
+        return event(first | self._first_fields)
 
     def delta(self, delta: ChoiceDelta) -> bytes:
         deltas = delta.deltas
@@ -472,7 +472,7 @@ def _chat_delta(deltas: Sequence[Delta]) -> dict[str, Any]:
 
 
 def _reasoning(text: str) -> dict[str, str]:
-    """Return the reasoning under two names: that of Dynamo and DeepSeek, and that of vLLM."""
+    """Return the reasoning under two names: one of Dynamo and DeepSeek, and one of vLLM."""
     return {"reasoning_content": text, "reasoning": text}
 
 

@@ -18,9 +18,9 @@ from dynamo_trtllm.protocol.messages import ClientShare
 from dynamo_trtllm.support.network.by_group import ByGroup
 
 _MAX_RETRY_S = 60
-# For each permit that is free, one client may hold 15. So it leaves a sixteenth of all permits to
-# others, however long its answers are and however slowly it reads them. With up to 15 permits, one
-# client may hold all of them.
+# For each permit that is free, one client may hold 15 permits. So each client leaves a sixteenth of
+# all permits to other clients, however long its answers are and however slowly it reads them. If
+# there are at most 15 permits, one client may hold all of them.
 _MAX_HELD_PER_FREE = 15
 
 
@@ -28,7 +28,7 @@ class QueuedChoices(NamedTuple):
     """The choices that wait for one model."""
 
     choices: int = 0
-    prompt_tokens: int = 0  # of all of them
+    prompt_tokens: int = 0  # of all these choices
 
 
 class ConcurrencyLimiter:
@@ -37,15 +37,15 @@ class ConcurrencyLimiter:
     Further requests wait in a fair queue; beyond its size they are rejected. Requests for a model
     wait as well while its workers are busy enough (`start_window`).
 
-    Each choice takes a permit, because each is a stream of its own for engines and memory. A
-    request gets the permits of all its choices at once: otherwise it would hold some while it waits
-    for others. It holds them until its client has the answer, so the permits of one client are
-    limited, too.
+    Each choice takes a permit, because each choice is a stream of its own for engines and memory. A
+    request gets the permits of all its choices at once: otherwise it would hold some permits while
+    it waits for the others. It holds them until its client has the answer. So slow clients hold
+    permits for long, and therefore the permits of one client are limited, too.
 
     Args:
-        limit: permits.
-        max_queued: requests that may wait for permits. If there are permits for all requests that
-            wait, they only wait for workers, and are not limited.
+        limit: how many permits there are.
+        max_queued: how many requests may wait for permits. If there are permits for all waiting
+            requests, these only wait for workers, and their number is not limited.
         clock: returns seconds of a monotonic clock.
     """
 
@@ -62,10 +62,11 @@ class ConcurrencyLimiter:
         # The queues by model. An empty queue is removed.
         self._queues: OrderedDict[str, FairQueue] = OrderedDict()
         self._counters: dict[str, TokenCounters] = {}  # the counters of tokens, by model
-        # The next request for some model waits for permits, and no other one overtakes it.
+        # The next request for some model waits for permits. No other request overtakes it.
         self._lacks_permits = False
-        self._idle_since_s = clock()  # valid while no permit is in use
-        self._finished = RecentRate(clock)  # choices that have ended
+        # Since when no permit is in use. Valid only while this is the case.
+        self._idle_since_s = clock()
+        self._finished = RecentRate(clock)  # the rate at which choices end
 
     @property
     def queued(self) -> int:
@@ -122,7 +123,8 @@ class ConcurrencyLimiter:
         if not are_permits_free:
             self._lacks_permits = True
         else:
-            # It begins at once if the clients of those before it may not hold more permits.
+            # The request begins at once if the clients of all requests before it may not hold more
+            # permits.
             self.grant()
         await self._wait(waiting, within_s)
         if waiting.counted is None:
@@ -149,7 +151,7 @@ class ConcurrencyLimiter:
             raise
 
     def counters(self, model: str) -> TokenCounters:
-        """Return the counters of a model that exists."""
+        """Return the counters of a model, which must exist."""
         counters = self._counters.get(model)
         if counters is None:
             counters = TokenCounters(self._clock)
@@ -207,7 +209,7 @@ class ConcurrencyLimiter:
         return _retry_after_s(1.0 if wait_s is None else wait_s)
 
     def grant(self) -> None:
-        """Let the next requests run for which there are permits, and which workers can begin."""
+        """Let the next requests run, as long as there are permits and workers can begin them."""
         self._lacks_permits = False
         if not self._queues:
             return
@@ -234,7 +236,7 @@ class ConcurrencyLimiter:
             self._finished.restart()
 
     def _let_run(self, first: QueuedRequest, share: ClientShare) -> None:
-        """Let the first request of a queue run. `share` is that of its client."""
+        """Let the first request of a queue run. `share`: the share of its client."""
         claim = first.claim
         model = claim.places.model
         self._queues[model].take(first)
@@ -246,12 +248,12 @@ class ConcurrencyLimiter:
         first.decided.set_result(None)
 
     def _may_hold(self, claim: Claim) -> bool:
-        """Return whether the client of a request may hold the permits of this one, too."""
+        """Return whether the client of a request may also hold the permits of this request."""
         free = self.limit - self.in_use
         return self._held[claim.client.name] + claim.num_choices <= _MAX_HELD_PER_FREE * free
 
     def _client_share(self, claim: Claim) -> ClientShare:
-        """Return what the client of a request has got, compared with others."""
+        """Return what the client of a request has got, compared with other clients."""
         counters = self.counters(claim.places.model)
         return counters.share(counters.counter(claim.client))
 
@@ -279,6 +281,7 @@ class ConcurrencyLimiter:
         return counters.begin(claim.client, share, claim.prompt_tokens, more_tokens)
 
     def _free(self, count: int, client: str) -> None:
+        """Free permits of a client, and let waiting requests use them."""
         self.in_use -= count
         self._held[client] -= count
         if not self._held[client]:
@@ -291,7 +294,7 @@ class ConcurrencyLimiter:
         """Return whether the queue has no place for a request of `count` choices."""
         if len(self._waiting) < self._max_queued:
             return False
-        # While there are permits for all, requests wait for workers only, and need no place.
+        # While there are permits for all requests, they wait for workers only, and need no place.
         return self.in_use + self._num_waiting_choices + count > self.limit
 
     def _add(self, waiting: QueuedRequest) -> None:
@@ -319,8 +322,8 @@ class ConcurrencyLimiter:
     def _displaced_by(self, client: str) -> QueuedRequest | None:
         """Return the request that gives its place to one more of this client.
 
-        It is the newest request of the client that has the most waiting ones. Return None if that
-        client would then have fewer than this one.
+        It is the newest request of the client that has the most waiting requests. Return None if
+        that client would then have fewer waiting requests than this client.
         """
         largest_client = self._waiting.largest()
         if largest_client is None:
@@ -349,7 +352,7 @@ class ConcurrencyLimiter:
             self._free(waiting.claim.num_choices, waiting.claim.client.name)
         elif waiting in self._waiting:
             self._remove(waiting)
-            self.grant()  # requests behind it may need fewer permits
+            self.grant()  # requests behind this one may need fewer permits
 
     def _full(self) -> errors.Overloaded:
         return errors.Overloaded(

@@ -57,8 +57,8 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     shows_reasoning: bool = True
     returns_token_ids: bool = False
     skip_special_tokens: bool = True
-    # The prompt is cut to this many of its last tokens. -1: as many as the context allows. None: it
-    # is not cut.
+    # The prompt is cut to this many of its last tokens. -1: to as many as the context allows. None:
+    # the prompt is not cut.
     truncate_prompt_tokens: int | None = None
     fits_context: bool = False  # max_tokens is lowered to what the prompt leaves of the context
     effort_given: bool = False  # the client set the conversation's reasoning_effort
@@ -224,7 +224,7 @@ def render_prompt(
     try:
         ids = served.renderer.render(conversation)
     except InvalidRequest as exc:
-        # The renderer uses the internal name of the field. The client knows that of the API.
+        # The renderer uses the internal name of the field. The client knows the name of the API.
         field = exc.field or ""
         message = exc.message
         name = options.name(field)
@@ -239,8 +239,8 @@ def _normalized(
 ) -> tuple[Message, ...]:
     """Return the messages as prompt formats know them.
 
-    Names of tool results are left out: they repeat that of the called function. For templates,
-    `developer` becomes `system`, because many would drop `developer` messages.
+    Names of tool results are left out: they repeat the name of the called function. For templates,
+    `developer` becomes `system`, because many templates would drop `developer` messages.
 
     Raises:
         InvalidRequest: a tool result names another function than the one that was called.
@@ -267,8 +267,8 @@ def _drops_a_name(conversation: Conversation, served: ServedModel) -> bool:
     """Return whether the prompt format drops the name of a message.
 
     The result is stored by role, and by whether there are tools, because formats treat all messages
-    of a role alike. Without this, each answer of an agent would be rendered twice, because
-    frameworks of agents name all of them.
+    of a role alike. If it were not stored, the conversations of agents would be rendered twice more
+    for each request, because agent frameworks name all messages.
     """
     for index, message in enumerate(conversation.messages):
         if message.name is None:
@@ -284,7 +284,7 @@ def _drops_a_name(conversation: Conversation, served: ServedModel) -> bool:
 def _writes_name(conversation: Conversation, index: int, served: ServedModel) -> bool:
     """Return whether the prompt changes when message `index` loses its name.
 
-    The comparison is with shortened texts.
+    The two prompts that are compared have shortened texts.
     """
     messages = [_abridged(message) for message in conversation.messages]
     short = msgspec.structs.replace(
@@ -355,7 +355,7 @@ def visible_tools(tools: tuple[Tool, ...], options: GenerationOptions) -> tuple[
 def constraints_of(
     tools: tuple[Tool, ...], options: GenerationOptions, served: ServedModel
 ) -> Constraints:
-    """Return how the output is constrained. `tools` are those in the prompt.
+    """Return how the output is constrained. `tools`: the tools in the prompt.
 
     Raises:
         InvalidRequest: a format exceeds a limit.
@@ -413,7 +413,7 @@ def _supports_guided(served: ServedModel) -> bool:
 def text_format(options: GenerationOptions, served: ServedModel) -> StructuredOutput | None:
     """Return the format of a text completion, from its first token on.
 
-    Raises as `constraints_of`.
+    Raises the errors of `constraints_of`.
     """
     if options.output_format is None:
         return None
@@ -455,7 +455,7 @@ def _some_call(
     _check_guidable(options, "tool_choice", served)
     forced_ids = served.renderer.call_header(None) or NO_FORCED_IDS
     if served.renderer.builtin_tools(tools):
-        # The headers of built-in tools and those of functions have only the first token in common.
+        # The headers of built-in tools and of functions have only the first token in common.
         forced_ids = forced_ids[:1]
     alternatives = tuple(_alternatives(tools, forced_ids, options, served))
     return Constraints(forced_ids=forced_ids, guided=StructuredOutput(alternatives=alternatives))
@@ -525,7 +525,7 @@ def _formatted_answer(
     """Return the constraint on an answer in a format. With tools, a call may take its place.
 
     In Harmony, a header shows whether an answer or a call begins. Other formats have no headers, so
-    the forms of calls are alternatives to that of the answer.
+    the forms of calls are alternatives to the form of the answer.
     """
     _check_guidable(options, "response_format", served)
     header, ids = served.renderer.answer_header()

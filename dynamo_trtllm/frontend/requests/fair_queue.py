@@ -21,13 +21,13 @@ from dynamo_trtllm.frontend.requests.token_counters import (
 )
 from dynamo_trtllm.frontend.routing.start_window import RequestPlaces
 
-# Clients that send many requests of a high priority could keep those of all others waiting. So a
-# request that has waited for OVERDUE_AFTER_S seconds is overdue, and one of every OVERDUE_TURNS
-# turns is for its rank. In such a turn, a request that `_Flow` has put last may go first, if it is
-# overdue.
+# Clients that send many requests of a high priority could keep the requests of all other clients
+# waiting. Therefore a request that has waited for OVERDUE_AFTER_S seconds is overdue, and one of
+# every OVERDUE_TURNS turns is for the rank of the oldest overdue request. In such a turn, an
+# overdue request that `_Flow` has put last may go first.
 OVERDUE_AFTER_S: Final = 30.0
 OVERDUE_TURNS: Final = 8
-# No wait is predicted before this many choices have begun while others waited.
+# No wait is predicted before this many choices have begun while other choices waited.
 _LEAST_BEGUN: Final = 8
 
 
@@ -37,12 +37,13 @@ class Claim:
 
     client: Client
     num_choices: int
-    prompt_tokens: int  # of all choices
+    prompt_tokens: int  # tokens of the prompts of all choices
     places: RequestPlaces
-    rank: int = 0  # its priority among the requests of all clients. Lower values first
-    # Its priority among the requests of its own client. Lower values first, too.
+    # The priority of the request among the requests of all clients. Lower values come first.
+    rank: int = 0
+    # Its priority among the requests of its own client. Lower values come first, too.
     priority: int = 0
-    # From then on, its first token would be late. In seconds of the queue's clock.
+    # If the request begins after this time of the queue's clock, its first token will be late.
     late_at_s: float = math.inf
 
 
@@ -51,10 +52,11 @@ class _Order(NamedTuple):
 
     is_late: bool
     priority: int
-    number: int  # of its arrival
+    number: int  # requests are numbered in the order of their arrival
 
 
-_NO_ORDER: Final = _Order(is_late=False, priority=0, number=0)  # before it is queued
+# The place of a request that is not queued yet.
+_NO_ORDER: Final = _Order(is_late=False, priority=0, number=0)
 
 
 @dataclass(slots=True, eq=False)
@@ -62,29 +64,30 @@ class QueuedRequest:
     """A request that waits."""
 
     claim: Claim
-    # Returns the tokens to count so far besides the prompt tokens, which count when it begins.
+    # Returns the tokens to count until now, without the prompt tokens. Prompt tokens count when the
+    # request begins.
     more_tokens: Callable[[], int]
     decided: asyncio.Future[None]  # done when the request has permits or was displaced
     queued_s: float = 0.0  # when it was queued, by the queue's clock
     order: _Order = _NO_ORDER
-    counted: CountedRequest | None = None  # None: it has no permits yet
+    counted: CountedRequest | None = None  # None: the request has no permits yet
 
 
 class _Flow:
     """The requests of one client and one rank, in the order of priority and arrival.
 
-    Those that are late come last: they would make others late, too.
+    Late requests come last: they would make other requests late, too.
     """
 
     __slots__ = ("counter", "last_turn", "requests")
 
     def __init__(self, counter: TokenCounter, last_turn: int) -> None:
         self.counter = counter
-        self.last_turn = last_turn  # the number of its last turn, or of its arrival
+        self.last_turn = last_turn  # the number of the flow's last turn, or of its arrival
         self.requests: list[QueuedRequest] = []
 
     def put_late_last(self, now: float) -> None:
-        """Put the first requests behind the others if they are late."""
+        """Put each late request at the beginning behind all requests that are not late."""
         requests = self.requests
         while not requests[0].order.is_late and requests[0].claim.late_at_s <= now:
             late = requests.pop(0)
@@ -92,7 +95,7 @@ class _Flow:
             insort(requests, late, key=_order)
 
     def first_overdue(self, now: float) -> QueuedRequest | None:
-        """Return the first one of the late requests that were put last, if it is overdue."""
+        """Return the first of the late requests that were put last, if this request is overdue."""
         # False sorts before True: this is the index of the first late request.
         index = bisect_left(self.requests, True, key=_is_late)
         if index == len(self.requests):
@@ -103,13 +106,14 @@ class _Flow:
 
 
 class _Rank:
-    """The requests of one rank. The next one is of the client with the least counter.
+    """The requests of one rank. The next request is that of the client with the least counter.
 
-    Of clients with equal counters, it is the one whose last turn, or arrival, is the longest ago.
+    Of several clients with this counter, the client whose last turn, or arrival, is the longest ago
+    comes first.
     """
 
     def __init__(self) -> None:
-        self._flows: dict[str, _Flow] = {}  # by client; each has a request
+        self._flows: dict[str, _Flow] = {}  # by client; each flow has at least one request
         # One entry for each flow, and entries of flows that have become empty. Counters grow while
         # the heap stays as it is: `next_flow` moves the entries whose values are outdated.
         self._heap: list[tuple[float, int, _Flow]] = []
@@ -127,17 +131,17 @@ class _Rank:
     def num_choices_before(self, client: Client, priority: int, now: float) -> int:
         """Estimate the number of choices that begin before a further request of a client.
 
-        It counts the choices of the client itself that come first. Of each other client, it counts
-        the choices that get their turns while the client's own begin. This assumes that clients get
-        choices in proportion to their weights. A client whose counter is far lower than those of
-        the others gets more, so the estimate is too high for it.
+        The estimate counts the choices of the client itself that come first. Of each other client,
+        it counts the choices that get their turns while the client's own choices begin. This
+        assumes that clients get choices in proportion to their weights. A client whose counter is
+        far lower than the other counters gets more, so the estimate is too high for this client.
         """
         own = self._flows.get(client.name)
         if own is None:
             return 0
         num_own = 0
         for request in own.requests:
-            # Those that are late are put last when they have become the first one.
+            # A late request is put last when it has become the first one.
             is_late = request.order.is_late or request.claim.late_at_s <= now
             if not is_late and request.claim.priority <= priority:
                 num_own += request.claim.num_choices
@@ -163,7 +167,7 @@ class _Rank:
         return client in self._flows
 
     def add(self, request: QueuedRequest, counter: TokenCounter, number: int) -> None:
-        """Add a request. `number`: of its arrival."""
+        """Add a request. `number`: the number of its arrival."""
         flow = self._flows.get(counter.name)
         if flow is None:
             flow = _Flow(counter, number)
@@ -189,7 +193,7 @@ class _Rank:
         return flow.counter.value
 
     def next_flow(self, may_hold: Callable[[Claim], bool], now: float) -> _Flow | None:
-        """Return the flow whose request is the next; None if none may run."""
+        """Return the flow whose first request is the next; None if no request may run."""
         heap = self._heap
         passed: list[tuple[float, int, _Flow]] = []
         found: _Flow | None = None
@@ -215,7 +219,7 @@ class _Rank:
         heapq.heapify(self._heap)
 
     def take(self, first: QueuedRequest, number: int) -> None:
-        """Remove the next request. `number`: of the client's turn."""
+        """Remove the next request. `number`: the number of the client's turn."""
         self._flows[first.claim.client.name].last_turn = number
         self.remove(first)
 
@@ -225,12 +229,12 @@ class FairQueue:
 
     Lower ranks come first. Clients of one rank take turns, so that the tokens that the workers
     compute for them are in proportion to their weights. Requests of one client and rank are in the
-    order of priority and arrival; those whose first token would be late come after the others,
-    because they would make these late, too. The time per request depends on the number of different
-    ranks, and on the logarithm of the number of clients.
+    order of priority and arrival. Requests whose first token would be late come after the others,
+    because they would make the others late, too. The CPU time per request depends on the number of
+    different ranks, and on the logarithm of the number of clients.
 
     Args:
-        counters: of the model.
+        counters: the token counters of the model.
         clock: returns seconds of a monotonic clock.
     """
 
@@ -239,12 +243,13 @@ class FairQueue:
     ) -> None:
         self._counters = counters
         self._clock = clock
-        self._ranks: dict[int, _Rank] = {}  # none is empty
-        self._numbers = itertools.count()  # of arrivals and turns
+        self._ranks: dict[int, _Rank] = {}  # an empty rank is removed
+        self._numbers = itertools.count()  # numbers arrivals and turns
         self._num_taken = 0
-        self._num_waiting = 0  # choices
-        self.prompt_tokens = 0  # of all choices that wait
-        self._begun = RecentRate(clock)  # choices that have begun while others waited
+        self._num_waiting = 0  # how many choices wait
+        self.prompt_tokens = 0  # tokens of the prompts of all choices that wait
+        # The rate at which choices begin while other choices wait.
+        self._begun = RecentRate(clock)
 
     @property
     def is_empty(self) -> bool:
@@ -277,7 +282,7 @@ class FairQueue:
         # had none.
         if rank.is_empty:
             # No client waits in this rank. So `lift` takes the value of the client that began last,
-            # or that of clients that wait at other processes, whichever is higher.
+            # or the least value of clients that wait at other processes, whichever is higher.
             self._counters.lift(counter)
         elif not rank.has(claim.client.name):
             self._counters.lift(counter, rank.least_counter())
@@ -292,7 +297,7 @@ class FairQueue:
         self._drop_if_empty(request.claim.rank)
 
     def first(self, may_hold: Callable[[Claim], bool]) -> QueuedRequest | None:
-        """Return the request that is the next; None if none may run.
+        """Return the request that is the next; None if no request may run.
 
         Args:
             may_hold: returns whether the client of a request may hold its permits. Clients that
@@ -324,13 +329,13 @@ class FairQueue:
         """Estimate how long one more request would wait at least, in seconds.
 
         The estimate holds if choices keep beginning as in the last half minute, and no further
-        request comes. It is 0 while too few have begun. See `_Rank.num_choices_before` for clients
-        for which it is too high.
+        request comes. It is 0 while too few choices have begun. For some clients it is too high,
+        see `_Rank.num_choices_before`.
 
         Args:
-            claim: of the request.
+            claim: what the request needs.
             enough_s: a wait of up to this time need not be exact. If the whole queue begins within
-                it, the time of the whole queue is returned, which is faster to compute.
+                this time, the time of the whole queue is returned, which is faster to compute.
         """
         if self._begun.count < _LEAST_BEGUN:
             return 0.0

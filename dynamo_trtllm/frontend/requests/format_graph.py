@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 Graph: TypeAlias = Mapping[Any, Sequence[Any]]
-"""The nodes that each node refers to. All of them are keys."""
+"""The nodes that each node refers to. All nodes are keys."""
 
 
 def components(graph: Graph) -> Iterator[list[Any]]:
     """Yield the strongly connected components of a graph (Tarjan's algorithm).
 
-    A component comes after those that it refers to.
+    A component comes after the components that it refers to.
     """
     number: dict[Any, int] = {}  # the nodes that were reached, numbered in this order
     # For each node, the smallest number of the pending nodes that it reaches.
@@ -68,13 +68,14 @@ def _pop_component(pending: list[Any], first: Any) -> list[Any]:
 def longest_path(children: Graph, references: Mapping[Any, Any]) -> int:
     """Return an upper bound of the number of nodes on a path that visits no node twice.
 
-    It is exact without cycles. In a component, a path descends from child to child, and a reference
-    begins the next descent, at its target. No two descents of a path begin at the same node. So a
-    path has at most as many nodes as the longest descents from all targets have together.
+    Without cycles, the bound is exact. In a component, a path descends from child to child. A
+    reference ends this descent, and begins the next one at its target. No two descents of a path
+    begin at the same node. So a path has at most as many nodes as the longest descents from all
+    targets have together.
 
     Args:
         children: the children of each node. They form trees, and a node comes before its children.
-        references: the node that a node refers to, for nodes that refer to one.
+        references: the node that a node refers to, for each node that has a reference.
     """
     graph = {node: [*below, *_referred(references, node)] for node, below in children.items()}
     component_of: dict[Any, int] = {}

@@ -48,7 +48,7 @@ LIMITS: Final = {
 }
 """The limits by name. Errors and docs/request-limits.md use these names."""
 
-_HUGE: Final = 10**12  # sizes are computed up to this value
+_HUGE: Final = 10**12  # larger sizes count as this value, so that numbers stay small
 _COUNT_KEYWORDS: Final = (
     "minItems",
     "maxItems",
@@ -146,7 +146,7 @@ def _written_out(grammar: GrammarSyntax) -> int:
         name: [used for used in rule.uses if used in rules] for name, rule in rules.items()
     }
     sizes: dict[str, int] = {}
-    # A rule comes after those that it names.
+    # `components` yields a rule after the rules that it names.
     for group in components(graph):
         group_sizes = {}
         for name in group:
@@ -186,7 +186,7 @@ def _add_schema(schema: Any, usage: _Usage) -> None:
     for multiple in multiples:
         usage.check("multipleOf", multiple.numerator)
     if is_combined:
-        # A number may have to be a multiple of all of them.
+        # A number may have to be a multiple of all these numbers.
         usage.check("multipleOf", math.lcm(*(multiple.numerator for multiple in multiples)))
 
 
@@ -224,7 +224,7 @@ def _check_object(node: Mapping[str, Any], usage: _Usage) -> None:
     for name in _COUNT_KEYWORDS:
         bound = node.get(name)
         if isinstance(bound, int | float) and bound > LIMITS[_COUNT_LIMIT]:
-            # Infinity is no integer.
+            # Without `min`, `int` would fail for infinity.
             usage.check(_COUNT_LIMIT, int(min(bound, _HUGE)))
 
 
@@ -251,7 +251,7 @@ def _multiple(node: Mapping[str, Any]) -> Fraction | None:
 def _resolved(schema: Any, reference: str) -> Any:
     """Return the value to which a JSON pointer refers.
 
-    Return None if there is none, which the engine rejects.
+    Return None if there is no such value. The engine rejects such a reference.
     """
     if not reference.startswith("#"):
         return None

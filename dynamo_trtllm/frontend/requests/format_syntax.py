@@ -13,7 +13,7 @@ import re
 from enum import Enum
 from typing import Any, Final, NamedTuple
 
-MAX_GROUPS: Final = 64  # nested groups of a format
+MAX_GROUPS: Final = 64  # how deep the groups of a format may be nested
 _MANY: Final = 10**9  # stands for numbers with more than _MAX_DIGITS digits
 _MAX_DIGITS: Final = 9
 
@@ -24,12 +24,12 @@ class RegexSyntax(NamedTuple):
     depth: int  # depth of nested groups
     size: int  # number of characters and classes after repetitions are written out
     quantifiers: int
-    # Blanks and comments have no meaning, and what is in them is counted all the same.
+    # The flag x is set, so blanks and comments have no meaning. They are counted all the same.
     is_verbose: bool
 
 
 class RuleSyntax:
-    """The right sides of a rule, over all its definitions."""
+    """What the right sides of a rule use, in all its definitions together."""
 
     def __init__(self) -> None:
         # Size of texts, classes and regular expressions after repetitions are written out.
@@ -118,7 +118,7 @@ def _number(digits: str | None) -> int:
 
 # --- grammars -------------------------------------------------------------------------------------
 
-# llguidance reads a text as Lark if one of these is at the beginning of a line.
+# llguidance reads a text as Lark if this pattern matches at the beginning of a line.
 _IS_LARK: Final = re.compile(r"^[ \t\r\f\v]*(?:%llguidance\b|start\s*:)", re.MULTILINE)
 _COMMON: Final = r"""
     (?P<text>"(?:\\.|[^"\\\n])*"?)
@@ -146,7 +146,7 @@ _RULE_NAME: Final = re.compile(r"[A-Za-z_][\w-]*")
 def grammar_modes(text: str) -> tuple[Mode, ...]:
     """Return the syntaxes in which an engine may read a grammar.
 
-    llguidance and vLLM use different rules for that.
+    llguidance and vLLM decide by different rules which syntax a grammar has.
     """
     if "::=" not in text:
         return (Mode.LARK,)
@@ -172,8 +172,8 @@ class _Atom:
 def read_grammar(text: str, mode: Mode) -> GrammarSyntax:
     """Return what a grammar uses of the limits."""
     grammar = GrammarSyntax()
-    rule = RuleSyntax()  # the first one is for the text before the first rule
-    groups = [_Atom()]  # the open groups of the rule; the first one is the rule itself
+    rule = RuleSyntax()  # at first, this stands for the text before the first rule
+    groups = [_Atom()]  # the open groups of the rule; the first group is the whole rule
     last = _Atom()  # what a quantifier would repeat
     braces = 0  # number of open braces, which may contain rules
     position = 0
@@ -220,7 +220,7 @@ def read_grammar(text: str, mode: Mode) -> GrammarSyntax:
 
 
 def _end_rule(rule: RuleSyntax, groups: list[_Atom]) -> None:
-    """Add the sizes of the open groups, the first of which is the right side, to a rule."""
+    """Add the sizes of the open groups to a rule. The first group is the whole right side."""
     for group in groups:
         rule.size += group.size
         for name, count in group.uses.items():
@@ -228,7 +228,7 @@ def _end_rule(rule: RuleSyntax, groups: list[_Atom]) -> None:
 
 
 def _size(kind: str, found: str, grammar: GrammarSyntax) -> int:
-    """Return the size of a token. Adds a regular expression to those of the grammar."""
+    """Return the size of a token. Add a regular expression to those of the grammar."""
     if kind == "regex":
         regex, _, flags = found[1:].rpartition("/")
         grammar.regexes.append(f"(?x){regex}" if "x" in flags else regex)

@@ -10,8 +10,8 @@ from typing import Any, Final
 from dynamo_trtllm.frontend.tokenization.renderer import Renderer
 from dynamo_trtllm.protocol.messages import TokenLogprob, token_ids
 
-LOWEST_LOGPROB: Final = -9999.0  # JSON has no minus infinity
-HALF_CHARACTER: Final = "\ufffd"
+LOWEST_LOGPROB: Final = -9999.0  # stands for minus infinity, which JSON does not have
+HALF_CHARACTER: Final = "\ufffd"  # the text of a token that is only part of a character
 
 
 def chat_logprobs(logprobs: Sequence[TokenLogprob], renderer: Renderer) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def chat_logprobs(logprobs: Sequence[TokenLogprob], renderer: Renderer) -> dict[
 
 def _token(token_id: int, logprob: float, renderer: Renderer) -> dict[str, Any]:
     text = renderer.decode(token_ids((token_id,)))
-    # Null means that the token is only part of a character.
+    # In the response, null in place of the bytes means that the token is only part of a character.
     octets = None if HALF_CHARACTER in text else list(text.encode())
     return {"token": text, "logprob": _finite(logprob), "bytes": octets}
 
@@ -36,8 +36,8 @@ def text_logprobs(
 ) -> tuple[dict[str, Any], int]:
     """Return the `logprobs` object and the offset after its tokens.
 
-    Offsets are in characters from the start of the response. The first token of a prompt has no
-    log-probability, and null in its place, as with OpenAI.
+    Offsets are in characters from the start of the response. The first token of a prompt has null
+    in place of a log-probability, as with OpenAI.
     """
 
     @functools.cache
@@ -68,9 +68,10 @@ def text_logprobs(
 def prompt_logprobs(
     logprobs: Sequence[TokenLogprob], renderer: Renderer
 ) -> list[dict[str, Any] | None]:
-    """Return vLLM's `prompt_logprobs`: by token id, each token of the prompt and its alternatives.
+    """Return vLLM's `prompt_logprobs`: an entry for each token of the prompt.
 
-    The entry of the first token is None. A token has a rank if it is one of the alternatives.
+    An entry has the token and its alternatives, by token id. The entry of the first token is None.
+    A token has a rank if it is one of the alternatives.
     """
 
     @functools.cache

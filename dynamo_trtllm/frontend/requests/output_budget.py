@@ -13,13 +13,13 @@ from dynamo_trtllm.frontend.requests.choice import ChoiceDelta
 from dynamo_trtllm.frontend.requests.preprocess import GenerationPlan
 from dynamo_trtllm.protocol.errors import DynamoError, Overloaded, PayloadTooLarge
 
-MAX_OUTPUT_BYTES: Final = 64 << 20  # limit for the output of one request
-MAX_TOTAL_OUTPUT_BYTES: Final = 512 << 20  # limit for the output of all requests
-# Memory of one token: its text in a list. A delta takes as much in addition.
+MAX_OUTPUT_BYTES: Final = 64 << 20  # limit of the unsent output of one request
+MAX_TOTAL_OUTPUT_BYTES: Final = 512 << 20  # limit of the unsent output of all requests
+# Memory of one token: its text in a list. Each delta takes as much in addition.
 TOKEN_BYTES: Final = 64
 # Smaller changes of a request's output are not counted, to save CPU time.
 COUNTED_TOKENS: Final = 256
-# Memory of one log-probability: that of the token, or of one alternative.
+# Memory of one log-probability: of the token itself, or of one of its alternatives.
 _LOGPROB_BYTES: Final = 120
 _FIX = "lower n, best_of, {max_tokens} or the number of alternatives, or set stream to true"
 
@@ -78,7 +78,7 @@ class Output:
     """The unsent output of one request.
 
     Args:
-        budget: what counts the output of all requests.
+        budget: counts the output of all requests.
         end: called with an error when the request has to end, and with True if its unsent output is
             to be dropped.
         is_streamed: whether the response is a stream.
@@ -88,7 +88,7 @@ class Output:
         self._budget = budget
         self._end = end
         self._is_streamed = is_streamed
-        self.in_use = 0  # bytes
+        self.in_use = 0  # bytes of this output
 
     def set(self, num_bytes: int) -> None:
         """Set the number of bytes.
@@ -117,7 +117,7 @@ class Output:
         """Stop counting this request."""
         if self.in_use:
             self.set(0)
-        # The former function belongs to an object that refers to this one: it would be a reference
+        # The function belongs to an object that refers to this one. Dropping it ends the reference
         # cycle.
         self._end = _do_nothing
         self._budget.outputs.discard(self)
@@ -138,11 +138,11 @@ class OutputBudget:
     """The unsent output of all requests."""
 
     def __init__(self) -> None:
-        self.in_use = 0  # bytes
+        self.in_use = 0  # bytes of all outputs
         self.outputs: set[Output] = set()
 
     def open(self, end: _End, *, is_streamed: bool) -> Output:
-        """Return what counts the output of a request, until its `close`.
+        """Return the object that counts the output of a request. Call its `close` at the end.
 
         Arguments as for `Output`.
         """

@@ -37,18 +37,22 @@ from dynamo_trtllm.protocol.messages import GenerateRequest, Sampling, TokenIds,
 
 B = TypeVar("B", bound=SamplingFields)
 
-# Limit for all choices together, because each choice sends its own prompt.
+# Limit of the prompts of all choices together, because each choice sends its own prompt.
 MAX_PROMPT_TOKENS = 2 << 20
-# Limit for all choices together: with n = 128, a response could be 128 times its request.
+# Limit of the prompts that all choices echo together: with n = 128, a response could be 128 times
+# as large as its request.
 _MAX_ECHO_CHARS = 8 << 20
-# Limit for all choices together: the response has several numbers and texts per token.
+# Limit of the prompt tokens of all choices that get log-probabilities, because the response has
+# several numbers and texts for each of them. It is for tokens with _SCORED_ENTRIES entries: the
+# token itself and five alternatives. If tokens have more entries, fewer tokens are allowed.
 _MAX_SCORED_TOKENS = 64 << 10
-_SCORED_ENTRIES = 6  # a token and five alternatives; with more of them, fewer tokens are allowed
-_LEAST_TEMPERATURE = 1e-5  # lower values mean greedy; dividing logits by them may overflow
+_SCORED_ENTRIES = 6
+# Lower temperatures count as 0 (greedy), because dividing logits by them may overflow.
+_LEAST_TEMPERATURE = 1e-5
 
 
 class _PromptedSampling(NamedTuple):
-    """What one choice generates from."""
+    """The prompt and the sampling values of one choice."""
 
     prompt_ids: TokenIds
     sampling: Sampling
@@ -62,12 +66,14 @@ class ChoiceRequest(msgspec.Struct, frozen=True, kw_only=True):
     make_parser: Callable[[], OutputParser]  # each call returns a parser of the whole output
     options: GenerationOptions
     hidden_token_ids: frozenset[int]  # the client's stop tokens, which are not part of the text
-    content_logprobs_only: bool  # chat: no log-probabilities of markers and reasoning
+    content_logprobs_only: bool  # for chat: without log-probabilities of markers and reasoning
     shows_logprobs: bool = True  # False: the engine computes them only for best_of
     echo: str = ""  # the text begins with this
-    # Alternatives of the prompt's tokens in the choice's logprobs; None: none of them.
+    # The choice's `logprobs` begin with the tokens of the prompt, each with this many alternatives.
+    # None: they have no tokens of the prompt.
     echo_logprobs: int | None = None
-    # Alternatives of the prompt's tokens in a field of their own; None: no field.
+    # The field `prompt_logprobs` has this many alternatives for each token of the prompt. None: the
+    # response does not have this field.
     prompt_logprobs: int | None = None
     # The client wants no generated token, but the engine generates one.
     is_prompt_only: bool = False
@@ -78,7 +84,7 @@ class ChoiceRequest(msgspec.Struct, frozen=True, kw_only=True):
     def is_plain(self) -> bool:
         """True if a chunk without a finish reason needs nothing but parsing.
 
-        Its text never ends the choice.
+        The text of such a chunk never ends the choice.
         """
         options = self.options
         may_end_early = bool(options.stop) or not options.parallel_tool_calls
@@ -95,15 +101,14 @@ class ChoiceRequest(msgspec.Struct, frozen=True, kw_only=True):
 class GenerationPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The generation requests of one HTTP request: one per choice, in the order of the prompts.
 
-    The choices of one prompt are `candidates` consecutive ones. The `keep` likeliest of them are
-    returned.
+    Each prompt has `candidates` consecutive choices. The `keep` likeliest of them are returned.
     """
 
     choices: tuple[ChoiceRequest, ...]
-    candidates: int = 1  # best_of, or n
-    keep: int = 1  # n
+    candidates: int = 1  # the value of `best_of`; without this field, of `n`
+    keep: int = 1  # the value of `n`
     ignored: tuple[str, ...] = ()  # fields that have no effect on this model
-    # Only for `/v1/responses`: those of earlier turns, then those of the request.
+    # Only for `/v1/responses`: the items of earlier turns, then the items of the request.
     items: tuple[dict[str, Any], ...] = ()
 
     @property
@@ -123,7 +128,7 @@ class GenerationPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_tokens(self) -> int:
-        """Return the most tokens that prompts and output take, as far as the request limits it."""
+        """Return how many tokens prompts and output take at most, as far as the request says."""
         total = sum(len(choice.request.token_ids) for choice in self.one_choice_per_prompt)
         for choice in self.choices:
             total += choice.options.sampling.max_tokens or 0
@@ -137,7 +142,7 @@ class GenerationPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def prepare_chat(body: ChatRequest, served: ServedModel, call: GenerateRequest) -> GenerationPlan:
-    """Plan a chat request. `call` is the call of the body, without prompt and sampling values.
+    """Plan a chat request. `call`: the call to workers, still without prompt and sampling values.
 
     Raises:
         InvalidRequest, UnsupportedParameter, ContextTooLong: `field` is the wrong field.
@@ -163,7 +168,7 @@ def prepare_conversation(
 ) -> GenerationPlan:
     """Plan a conversation of any API.
 
-    `conversation.tools` are all tools of the request. Raises as `prepare_chat`.
+    `conversation.tools` are all tools of the request. Raises the errors of `prepare_chat`.
     """
     renderer = served.renderer
     requested = options.sampling
@@ -218,7 +223,7 @@ def prepare_conversation(
 
 
 def _stop_token_ids(requested: Sampling, renderer: Renderer) -> tuple[int, ...]:
-    """Return the stop tokens of the request, and those of the model's format if they count."""
+    """Return the stop tokens of the request and, unless it ignores them, of the model's format."""
     stops = list(requested.stop_token_ids)
     if not requested.ignore_eos:
         stops += renderer.stop_token_ids
@@ -237,9 +242,10 @@ class ConversationPrompt(NamedTuple):
 def conversation_prompt(
     conversation: Conversation, options: GenerationOptions, served: ServedModel
 ) -> ConversationPrompt:
-    """Return the prompt of a conversation, of any length.
+    """Return the prompt of a conversation. It may be longer than the context.
 
-    The beginning of the output, if it is forced, is a part of the prompt. Raises as `prepare_chat`.
+    If the beginning of the output is forced, it is a part of the prompt. Raises the errors of
+    `prepare_chat`.
     """
     tools = visible_tools(conversation.tools, options)
     schema = ""
@@ -257,12 +263,16 @@ def conversation_prompt(
 def prepare_text(
     body: CompletionRequest, served: ServedModel, call: GenerateRequest
 ) -> GenerationPlan:
-    """Plan a text completion request, whose prompts are not changed. Raises as `prepare_chat`."""
+    """Plan a text completion request, whose prompts are not changed.
+
+    Raises the errors of `prepare_chat`.
+    """
     requested = sampling_of(body, served.card, body.max_tokens, body.logprobs)
     options = _text_options(body, requested)
     reject_unsupported(options, call.cache_salt, served.card)
     if body.candidates > body.n:
         requested = _scored(requested, served)
+    # With max_tokens 0, too, the engine generates one token, which is not returned.
     wanted = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
     full_prompts = [_prompt_ids(prompt, served) for prompt in body.prompt]
     prompts = [_truncated(ids, wanted, served, options) for ids in full_prompts]
@@ -390,7 +400,13 @@ def _prompt_logprobs(
 
 
 def _check_scored(tokens: int, alternatives: int, name: str) -> None:
-    """Raise InvalidRequest if the log-probabilities of so many prompt tokens are too many."""
+    """Raise InvalidRequest if the response would have too many log-probabilities of prompts.
+
+    Args:
+        tokens: prompt tokens of all choices.
+        alternatives: alternatives of each token.
+        name: the API's name of the field that wants them.
+    """
     limit = _MAX_SCORED_TOKENS * _SCORED_ENTRIES // max(_SCORED_ENTRIES, 1 + alternatives)
     if tokens > limit:
         raise InvalidRequest(
@@ -411,7 +427,7 @@ def _truncated(
     if max_tokens is None:
         return ids
     if max_tokens < 0:
-        # As many as the context allows.
+        # The client wants as many as the context allows.
         max_tokens = max(1, served.card.context_length - other_tokens)
     return ids[-max_tokens:]
 
@@ -514,7 +530,7 @@ def _sampling(
     return msgspec.structs.replace(
         requested,
         max_tokens=max_tokens,
-        # The integers of engines may be smaller than those of clients.
+        # The integers of engines may have fewer bits than those of clients.
         top_k=min(requested.top_k, served.card.vocab_size),
         temperature=0.0 if is_greedy else requested.temperature,
     )
@@ -539,7 +555,8 @@ def _no_text_ids(
 ) -> frozenset[int] | None:
     """Return the ids that are not shown as text; None: all special tokens.
 
-    If the client wants special tokens, only those that end the output are not shown, as in vLLM.
+    If the client wants special tokens, only the tokens that end the output are not shown, as in
+    vLLM.
     """
     if options.skip_special_tokens:
         return None
@@ -550,9 +567,9 @@ def _no_text_ids(
 
 
 def _hidden_token_ids(requested: Sampling, served: ServedModel) -> frozenset[int]:
-    """Return the stop tokens of the request that the model does not stop at by itself.
+    """Return the stop tokens of the request at which the model does not stop by itself.
 
-    The parser would show them as text.
+    The parser would show these tokens as text, so `Choice` does not pass them to it.
     """
     return (
         frozenset(requested.stop_token_ids)

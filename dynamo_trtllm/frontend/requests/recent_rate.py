@@ -1,4 +1,4 @@
-"""Measure how often something happened just now, and how much of something there was."""
+"""Measure the rate of recent events, and sum up the values of the last minute."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-WINDOW_S: Final = 30.0  # a generation takes seconds, so a shorter window would count too few
-_LEAST_S: Final = 1.0  # the first events alone would give too high a rate
-# A minute is counted in slots of 5 s. With the newest one, which is not over yet, it is up to 5 s
-# longer.
+# The rate is measured over about this time. A generation takes seconds, so too few would end in
+# less time.
+WINDOW_S: Final = 30.0
+# The measured time counts as at least this long. Otherwise, the first events would give too high a
+# rate.
+_LEAST_S: Final = 1.0
+# A minute is counted in 12 slots of 5 s, and in the newest slot, which is not over yet. So the sum
+# is over up to 65 s.
 _SLOT_S: Final = 5.0
 _NUM_SLOTS: Final = 13
 
@@ -46,7 +50,7 @@ class RecentRate:
             self._since_s += counted_s - WINDOW_S
 
     def seconds_for(self, count: int) -> float | None:
-        """Return how long `count` events take at this rate; None: there were none yet."""
+        """Return how long `count` events take at this rate; None: there were no events yet."""
         if not self._count:
             return None
         return count * max(self._clock() - self._since_s, _LEAST_S) / self._count
@@ -62,7 +66,7 @@ class LastMinute:
         self._newest = 0  # number of the newest slot
 
     def add(self, value: int, now_s: float) -> None:
-        """Add to the sum. `now_s`: of the same clock in all calls."""
+        """Add to the sum. `now_s`: a time, of the same clock in all calls."""
         self._advance(now_s)
         self._slots[self._newest % _NUM_SLOTS] += value
 

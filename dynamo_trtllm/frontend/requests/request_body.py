@@ -24,17 +24,21 @@ from dynamo_trtllm.support.http_server.exchange import HttpRequest
 
 M = TypeVar("M", bound=RequestModel)
 
-SLOW_BYTES_PER_S = 64 << 10  # faster bodies are not evicted
-TINY_BODY_BYTES = 16 << 10  # a chat of about 4,000 tokens
+SLOW_BYTES_PER_S = 64 << 10  # bodies that arrive faster are not evicted
+# The sizes of the largest tiny body and of the largest small one, see `BodyBudget`. 16 KiB are a
+# chat of about 4,000 tokens.
+TINY_BODY_BYTES = 16 << 10
 SMALL_BODY_BYTES = 128 << 10
 
-# Messages, tools and parts of them. Each takes as long as half a kilobyte of text.
+# A body with more objects than this is large. Objects are messages, tools and parts of them. An
+# object takes as long as half a kilobyte of text.
 _MANY_OBJECTS = 500
-# Code in a message has braces, too: there, a quotation mark is escaped.
+# The beginning of an object. Code in a message has braces, too, but quotation marks are escaped
+# there.
 _OBJECT = re.compile(rb'\{[ \t\n\r]*["}]')
 # Larger bodies are planned in turns: the event loop plans them for a limited time, then does other
-# work. Text without words is planned in a thread: it takes up to twenty times as long to tokenize,
-# 15 ms for 48 KiB.
+# work. If their text has no words, they are planned in a thread: to tokenize such text takes up to
+# twenty times as long, 15 ms for 48 KiB.
 TURN_BYTES = 16 << 10
 _SAMPLE_STRIDE = 61  # each 61st byte is looked at
 # A text with more bytes than this for each blank has no words. English and code have 4 to 8.
@@ -46,11 +50,11 @@ class BodyBytes:
     """The part of the budget that one request body uses."""
 
     number: int  # bodies are numbered in order of arrival
-    client: str  # network address
-    # Its rate is measured from this time: when it began to arrive, plus the time for which it has
-    # waited for its share.
+    client: str  # network address of the client
+    # The rate at which the body arrives is measured from this time: when the body began to arrive,
+    # plus the time for which it has waited for its share of the budget.
     since_s: float
-    in_use: int = 0  # bytes
+    in_use: int = 0  # bytes that the body uses
     arrival: asyncio.Timeout | None = None  # the time limit of a body that is being received
     is_evicted: bool = False
 
@@ -60,8 +64,9 @@ class _WaitingBody:
     """A body that waits for its share of the budget."""
 
     body: BodyBytes
-    count: int  # bytes that it waits for
-    # A body gets bytes while all bodies use at most this many. The favored body may exceed it.
+    count: int  # how many bytes it waits for
+    # The body gets them only if all bodies then use at most this many bytes. The favored body may
+    # exceed this limit.
     max_bytes: int
     granted: asyncio.Future[None]
 
@@ -77,8 +82,8 @@ class BodyBudget:
     quarter more until it is released: without this, partly received bodies would wait for each
     other. The quarter stays reserved for this body between two of its parts.
 
-    When a body does not get its share at once, bodies that arrive slowly are evicted: first those
-    of the client that uses the most bytes, the slowest first.
+    When a body does not get its share at once, bodies that arrive slowly are evicted. The bodies of
+    the client that uses the most bytes come first, and of these the slowest one comes first.
     """
 
     def __init__(
@@ -99,7 +104,7 @@ class BodyBudget:
             clock: returns seconds of a monotonic clock.
             eviction_age_s: a body that is younger is not evicted.
             returned_bytes: memory is returned to the system after bodies have used this much of it.
-            return_after_s: time until then, after the end of the last body.
+            return_after_s: time from the end of the last body until memory is returned.
         """
         self._eviction_age_s = eviction_age_s
         self._returned_bytes = returned_bytes
@@ -115,10 +120,10 @@ class BodyBudget:
         # The bytes of bodies that were evicted and are not released yet.
         self._evicted_bytes = 0
         self._waiting: dict[BodyBytes, _WaitingBody] = {}
-        # Heaps of those that wait, by `max_bytes`: the body that arrived first is the first. Some
-        # of their entries do not wait any more.
+        # Heaps of waiting bodies, by `max_bytes`. The body that arrived first comes first. Some
+        # entries do not wait any more.
         self._queues: dict[int, list[_WaitingBody]] = {}
-        self._favored: BodyBytes | None = None  # may have the quarter more
+        self._favored: BodyBytes | None = None  # the body that may use a quarter more
 
     def body(self, client: str = "") -> BodyBytes:
         """Return the account of a new body. `client`: network address of its sender."""
@@ -203,7 +208,7 @@ class BodyBudget:
     def _max_bytes(self, size: int) -> int:
         """Return how many bytes may be in use when a body grows to this size.
 
-        The favored body may exceed them, see `_fits`.
+        The favored body may exceed this limit, see `_fits`.
         """
         if size <= TINY_BODY_BYTES:
             return self.limit
@@ -214,8 +219,8 @@ class BodyBudget:
     def _grant(self) -> None:
         """Give waiting bodies their share, as long as it is free.
 
-        The time does not depend on how many wait: of the bodies with the same limit, only the
-        first is looked at.
+        The CPU time does not depend on how many bodies wait: of the bodies with the same limit,
+        only the first one is looked at.
         """
         waiting = self._next()
         while waiting is not None:
@@ -236,25 +241,28 @@ class BodyBudget:
             if queue:
                 candidates.append(queue[0])
         for waiting in sorted(candidates):
-            if not waiting.granted.done() and self._fits(waiting):
+            if waiting.granted.done():
+                continue
+            if self._fits(waiting):
                 return waiting
+            is_large = waiting.body.in_use + waiting.count > SMALL_BODY_BYTES
+            if is_large and self._favored is None:
+                # The oldest large body that waits may now use more.
+                self._favored = waiting.body
+                if self._fits(waiting):
+                    return waiting
         return None
 
     def _fits(self, waiting: _WaitingBody) -> bool:
-        """Return whether a body can have its share. The first large one that can't is favored."""
-        body = waiting.body
+        """Return whether a body can have its share."""
         in_use = self.in_use + waiting.count
         if in_use <= waiting.max_bytes:
             return True
-        is_large = body.in_use + waiting.count > SMALL_BODY_BYTES
-        if not is_large or self._favored not in (None, body):
-            return False
-        self._favored = body
-        # The half of large bodies, and a quarter more.
-        return in_use <= self.limit // 4 * 3
+        # The favored body may use the half of large bodies, and a quarter more.
+        return waiting.body is self._favored and in_use <= self.limit // 4 * 3
 
     def _evict(self) -> None:
-        """End slow bodies, now and every second, as long as others wait for their share."""
+        """End slow bodies, now and at intervals, as long as other bodies wait for their share."""
         self._eviction = None
         if self._waiting:
             self._eviction = asyncio.get_running_loop().call_later(
@@ -305,7 +313,8 @@ class BodyBudget:
 def check_json(request: HttpRequest) -> None:
     """Raise UnsupportedMedia unless the headers declare that the body is JSON, not compressed.
 
-    Browsers let every web page send a body without a type, or with that of a form, to any server.
+    Bodies without a type, or with the type of a form, are rejected, because browsers let every web
+    page send such bodies to any server.
     """
     content_type = request.header(b"content-type")
     if content_type is None:
@@ -393,7 +402,7 @@ class RequestBody:
     async def parse(self, model: type[M], unknown: IgnoredFields | None) -> M:
         """Parse the body, a large one in a thread. `unknown`: collects unknown fields.
 
-        Raises as `request_model.parse`.
+        Raises the errors of `request_model.parse`.
         """
         self.timeline.enter("tokenize")
         if self.is_large:
@@ -402,14 +411,18 @@ class RequestBody:
 
 
 def is_large_body(raw_body: bytes) -> bool:
-    """Return whether the body is parsed and rendered in a thread: it would delay other streams."""
+    """Return whether the body is parsed and rendered in a thread.
+
+    In the event loop, such a body would delay other streams.
+    """
     size = len(raw_body)
     if size > INLINE_BYTES:
         return True
     if size <= TURN_BYTES:
         return False
     num_blanks = raw_body[::_SAMPLE_STRIDE].count(b" ") * _SAMPLE_STRIDE
-    if num_blanks * _BYTES_PER_BLANK < size:
+    has_words = num_blanks * _BYTES_PER_BLANK >= size
+    if not has_words:
         return True
     # Most bodies have few braces. `find` skips text ten times as fast as `count` and the pattern.
     position = -1

@@ -36,9 +36,12 @@ log = logging.getLogger(__name__)
 
 _MESSAGE_CHARS = 300  # longest error message in the log line
 _MIN_LOGGED_S = 0.0001  # shorter times are not in the log line
-_ALWAYS_SHOWN = ("queue", "prefill", "kv_transfer", "decode_wait")  # phases
-_CALLS = ("prefill", "first_token")  # phases that begin with a call
-_MAX_LOGGED = 1000  # ignored fields that are remembered as logged; clients choose their names
+# The phases that the statistics of a request have in any case.
+_ALWAYS_SHOWN = ("queue", "prefill", "kv_transfer", "decode_wait")
+_CALL_PHASES = ("prefill", "first_token")  # phases that begin with a call
+# How many ignored fields are remembered as logged. There is a limit because clients choose the
+# names.
+_MAX_LOGGED = 1000
 _UNPREDICTED = "unpredicted"  # the path of requests whose times were not known
 _PROGRAM_CHARS = 64
 _UNSAFE_IN_PROGRAM = re.compile(r"[^\w./-]", re.ASCII)
@@ -48,7 +51,7 @@ _UNSAFE_IN_NAME = re.compile(r"[^\w.-]", re.ASCII)
 class RequestMetrics:
     """Observes the metrics of requests.
 
-    TTFT counts once per request, inter-token latency in each choice.
+    TTFT is observed once per request, and inter-token latency in each of its choices.
     """
 
     def __init__(self, metrics: FrontendMetrics) -> None:
@@ -123,7 +126,7 @@ class RequestRecorder:
         RECORDER.record(timeline.facts.id, RecordedEvent.RECEIVED, client_id_hash)
 
     def _planned(self, timeline: RequestTimeline, plan: GenerationPlan) -> None:
-        # Once per prompt, for all its choices.
+        # A prompt is recorded once for all its choices.
         for choice_request in plan.one_choice_per_prompt:
             request = choice_request.request
             RECORDER.record_prompt(
@@ -217,7 +220,7 @@ class RequestLog:
     def _ended(self, timeline: RequestTimeline, end: RequestEnd) -> None:
         if not log.isEnabledFor(logging.INFO):
             return
-        # Unlike `log.info`, this does not look for the line of code, which takes CPU time.
+        # Unlike `log.info`, this does not look up the calling line of code, which takes CPU time.
         args = (timeline.facts.unique_id[:8], _summary(timeline, end))
         text = "request %s ended: %s"
         log.handle(log.makeRecord(log.name, logging.INFO, __file__, 0, text, args, None))
@@ -288,7 +291,10 @@ def _seconds_text(value: float) -> str | None:
 
 
 def extras_of(answer: Answer, timeline: RequestTimeline) -> Extras:
-    """Return what the client asked for, as it is now: call it after the last token."""
+    """Return the statistics and the `nvext` fields that the client asked for.
+
+    They are of the time of this call, so call it after the last token.
+    """
     extras: Extras = {}
     choices = answer.choices
     if answer.wants_stats:
@@ -329,7 +335,7 @@ def _timing(answer: Answer, timeline: RequestTimeline) -> NvTiming:
     first_s = timeline.first_s
     called_s: list[float] = []
     for choice in answer.choices:
-        called_s += [span.begin_s for span in choice.timeline.spans if span.phase in _CALLS]
+        called_s += [span.begin_s for span in choice.timeline.spans if span.phase in _CALL_PHASES]
     call_s = min(called_s, default=None)
     if first_s is not None and call_s is not None:
         timing["prefill_wait_time_ms"] = (call_s - begun_s) * 1e3
@@ -341,7 +347,7 @@ def _timing(answer: Answer, timeline: RequestTimeline) -> NvTiming:
 def _stats_of(choices: Sequence[Choice], timeline: RequestTimeline, end_s: float) -> Stats:
     """Return the statistics of some choices until `end_s`.
 
-    They run in parallel; the phases are those of the last one.
+    The choices run in parallel. The phases are those of the choice that ends last.
     """
     transfers = [choice.kv_transfer for choice in choices]
     last = last_of(choices)
@@ -369,8 +375,8 @@ def _stats_of(choices: Sequence[Choice], timeline: RequestTimeline, end_s: float
 class IgnoredFieldReports:
     """The reports of ignored fields.
 
-    The log names each once per client. A client is the program named in User-Agent, or else an
-    address.
+    The log names each field once per client. A client is the program that the header User-Agent
+    names. Without this header, it is an address.
 
     Args:
         mode: what happens to unknown fields, as `--unknown-fields` says.
@@ -384,7 +390,7 @@ class IgnoredFieldReports:
         self._logged: dict[tuple[str, str], None] = {}
 
     def collector(self) -> IgnoredFields | None:
-        """Return what collects the unknown fields of a request; None: all are rejected."""
+        """Return the object that collects unknown fields of a request; None: they are rejected."""
         return collector(self._mode)
 
     def report(
@@ -409,7 +415,7 @@ class IgnoredFieldReports:
             log.warning("request fields are ignored: %s (client %s)", ", ".join(new), client)
         for name in safe:
             self._metrics.field_ignored(name)
-            # Move it to the end: what was ignored longest ago is dropped first.
+            # Move the field to the end: the field that was ignored longest ago is dropped first.
             self._logged.pop((client, name), None)
             self._logged[client, name] = None
         while len(self._logged) > _MAX_LOGGED:
@@ -418,9 +424,9 @@ class IgnoredFieldReports:
 
 
 def _program_of(request: HttpRequest) -> str:
-    """Return the name and version of the client's program; if unknown, its address.
+    """Return the name and version of the client's program, from the header User-Agent.
 
-    They are in the header User-Agent.
+    Without this header, return the address of the client.
     """
     named = (request.header(b"user-agent") or "").split(maxsplit=1)
     if not named:

@@ -13,19 +13,19 @@ from dynamo_trtllm.support.http_server.exchange import HttpRequest
 
 _TTFT: Final = "x-slo-ttft-ms"
 _ITL: Final = "x-slo-itl-ms"
-_MAX_CHARS: Final = 32  # of a number
+_MAX_CHARS: Final = 32  # longest text of a number
 
 
 def request_slo(request: HttpRequest, nvext: NvExt, router_mode: str) -> RequestSlo | None:
     """Return the limits that a request sets; None: it sets none.
 
     Args:
-        request: has the headers.
-        nvext: the field of the body, which is checked.
-        router_mode: that of the frontend.
+        request: the request, which has the headers.
+        nvext: the field `nvext` of the body, which was checked already.
+        router_mode: the router mode of the frontend.
 
     Raises:
-        InvalidRequest: a header is not such a number, or differs from the field.
+        InvalidRequest: a header is not a number within the bounds, or differs from the field.
         UnsupportedParameter: no path is chosen by limits in this router mode.
     """
     ttft_ms = _limit(request, _TTFT, "nvext.slo_ttft_ms", nvext.slo_ttft_ms)
@@ -64,7 +64,7 @@ def _limit(request: HttpRequest, header: str, field: str, in_body: float | None)
 
 
 def _number(text: str) -> float | None:
-    """Return the number of a text; None: it is none."""
+    """Return the number that a text has; None: the text is not a number."""
     if len(text) > _MAX_CHARS or not text.isascii():
         return None
     try:

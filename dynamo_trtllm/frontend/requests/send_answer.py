@@ -77,7 +77,7 @@ async def send_whole_answer(
         async for delta in deltas:
             builder.push(delta)
     else:
-        # The best candidates are known when all have finished.
+        # The best candidates are known when all candidates have finished.
         candidates = [delta async for delta in deltas]
         for delta in pick_best_of(candidates, plan, likelihood):
             builder.push(delta)
@@ -98,9 +98,9 @@ async def send_whole_answer(
 class RunningChoices:
     """The choices of an answer, which run within an `async with` block.
 
-    Iterate over it within the block: that starts the choices, and yields the deltas that
+    Iterate over this object within the block: that starts the choices, and yields the deltas that
     `_delivery` has not written. The first error of a choice is raised, and the end of the block
-    ends the other ones.
+    ends the other choices.
 
     Args:
         answer: the answer, whose choices were created.
@@ -142,7 +142,7 @@ class RunningChoices:
                 # Many choices are cancelled in turns with other requests.
                 await self._state.turns.cancels.run(running, Choice.cancel)
         finally:
-            # Choices are left if this task was cancelled during its turns.
+            # Some choices still run if this task was cancelled during its turns.
             self._cancel()
             self._unsent.clear()
             self._unsent.output.close()
@@ -164,12 +164,12 @@ class RunningChoices:
                 if isinstance(item, DynamoError):
                     raise item
                 yield item
-                # Without a stream, the item still counts: the builder has it until all choices have
-                # ended.
+                # Without a stream, the item still counts as unsent: the builder has it until all
+                # choices have ended.
                 if is_streamed:
                     # `deliver` has added the same number.
-                    num_sent = memory_units(item) if is_scored else item.tokens + 1
-                    unsent.num_pending -= num_sent
+                    num_units = memory_units(item) if is_scored else item.tokens + 1
+                    unsent.num_pending -= num_units
                     if unsent.num_pending < unsent.num_counted - COUNTED_TOKENS:
                         unsent.count()
                     if not unsent.num_pending:
@@ -236,9 +236,9 @@ class UnsentDeltas:
         # delta. Log-probabilities take more.
         self.num_pending = 0
         self.num_counted = 0  # how many of these units `output` counts
-        # The next delta may be written at once: it would overtake none.
+        # The next delta may be written at once, because nothing waits that it would overtake.
         self.writes_at_once = is_streamed
-        self._may_resume = is_streamed
+        self._may_resume = is_streamed  # False after `stop_writing`
 
     def stop_writing(self) -> None:
         """Let all further deltas wait: behind an error, or because the request ends."""
@@ -250,12 +250,12 @@ class UnsentDeltas:
         self.writes_at_once = self._may_resume
 
     def count(self) -> None:
-        """Count what waits in `output`."""
+        """Report to `output` how much memory the waiting deltas take."""
         self.num_counted = self.num_pending
         self.output.set(self.num_counted * TOKEN_BYTES)
 
     def clear(self) -> None:
-        """Drop what waits."""
+        """Drop the deltas and the error that wait."""
         while not self.items.empty():
             self.items.get_nowait()
 
@@ -273,9 +273,9 @@ def _delivery(
     in `unsent`:
 
     - The response is not streamed.
-    - Other deltas or an error wait before it, or the request ends.
+    - Other deltas or an error wait already, or the request ends.
     - The client reads slowly.
-    - It is the last one of its choice.
+    - The delta is the last one of its choice.
 
     The function runs once per token. It is a closure, because attributes of an object take 30 ns
     more per token.
@@ -293,7 +293,7 @@ def _delivery(
             return
         delta_arrived(item)
         if item.finish is None and unsent.writes_at_once:
-            # Begin the response here: if a task did it, all deltas until then would wait.
+            # Begin the response here: if a task did that, all deltas until then would wait.
             if not answer.has_begun:
                 answer.begin(response)
             if response.is_writable:
@@ -303,7 +303,8 @@ def _delivery(
                 return
         unsent.items.put_nowait(item)
         unsent.writes_at_once = False
-        # `RunningChoices` subtracts the same. A call of a function would take longer.
+        # `RunningChoices` subtracts the same number. The expression is repeated there, because a
+        # function call would take longer.
         unsent.num_pending += memory_units(item) if is_scored else item.tokens + 1
         if unsent.num_pending > unsent.num_counted + COUNTED_TOKENS:
             unsent.count()
@@ -372,7 +373,8 @@ class KeepAlive:
         if time.monotonic() - self._written_s >= self._seconds:
             if not response.started:
                 response.start_events(self._headers())
-            # Otherwise, the client has not read what was sent before.
+            # A response that is not writable needs no ping: the client has not yet read what was
+            # sent before.
             if response.is_writable:
                 response.write(self._ping)
             self._written_s = time.monotonic()
@@ -380,7 +382,7 @@ class KeepAlive:
 
 
 EventSender: TypeAlias = HttpResponse | KeepAlive
-"""What sends the events of a response, with or without pings."""
+"""The object that sends the events of a response, with or without pings."""
 
 
 def keep_alive(
@@ -390,11 +392,11 @@ def keep_alive(
     config: FrontendConfig,
     ping: bytes,
 ) -> AbstractContextManager[EventSender]:
-    """Return what sends the events of an answer, and pings until its `with` block ends.
+    """Return the object that sends the events of an answer, and pings until its `with` block ends.
 
     Args:
         answer: the answer; only a stream gets pings.
-        response: where it is sent.
+        response: where the answer is sent.
         timeline: the timeline of the request. The silence begins when its body has arrived.
         config: says how long a silence may be.
         ping: an event that clients know; b"": a comment.

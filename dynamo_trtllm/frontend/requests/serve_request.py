@@ -2,9 +2,9 @@
 
 `serve_request` is the story. `handle_request` around it answers errors, and ends the request.
 
-Three objects are the request while it runs, each within the one before:
+While a request runs, it consists of three kinds of objects, each within the one before:
 
-1. `Choice`: one of the alternatives in its answer, as the client sees it: text, finish reason and
+1. `Choice`: one of the alternatives in the answer, as the client sees it: text, finish reason and
    usage.
 2. `RoutedRequest`: the calls of a choice to workers. It selects the workers, and reports why.
 3. `GenerationFlow`: what happens next to a routed request. It is a state machine without I/O.
@@ -54,10 +54,11 @@ log = logging.getLogger(__name__)
 
 V = TypeVar("V")
 
-# Sends the response of a request. If it raises an error, it has not sent that error to the client.
+# A function that sends the response of a request. If it raises an error, it has not sent this error
+# to the client.
 Serve: TypeAlias = Callable[[Exchange, RequestTimeline, RequestAdmission], Awaitable[None]]
 
-_MAX_SESSION_ID = 256
+_MAX_SESSION_ID = 256  # limit of the characters of X-Session-ID
 
 
 async def serve_request(
@@ -73,8 +74,8 @@ async def serve_request(
         api: the API of the request.
         state: what all requests share.
         exchange: the request, whose body may still be arriving, and its response.
-        timeline: what happens is reported to it.
-        admission: holds what the request takes, until its end.
+        timeline: the timeline of the request, which gets its events.
+        admission: holds the permits, memory and places that the request takes, until its end.
 
     Raises:
         DynamoError: the request failed, maybe after a part of its stream was sent.
@@ -144,7 +145,7 @@ async def plan_request(
     timeline.enter("load")
     deadline = timeline.facts.arrived_at + _timeout_s(body, state)
     call = body.call(timeline.facts.id, deadline, _session_id(request))
-    # If neither the request nor its key has a priority, the call needs none.
+    # If neither the request nor its key has a priority, the call needs no priority.
     if tenant is not None and (call.priority or tenant.key.priority):
         call = replace(call, priority=tenant.priority(body.requested_priority))
     if tenant is not None:
@@ -206,7 +207,7 @@ async def tokenize(
     # A rough size: what the request refers to is usually much longer or much shorter than its body.
     size = max(len(received.data), stored_chars)
     renderer = served.renderer
-    # A loaded renderer is faster, so that the next prompts of this size may need no thread.
+    # A loaded renderer is faster, so the next prompts of this size may need no thread.
     if not received.is_large and not renderer.is_loaded and size > renderer.inline_bytes:
         state.models.preload(served.card.name)
     if received.is_large or size > renderer.inline_bytes:
@@ -227,7 +228,7 @@ def _timeout_s(body: B, state: AppState) -> float:
 
 
 def _session_id(request: HttpRequest) -> str:
-    """Return the conversation of a request as its header names it; "" without one.
+    """Return the conversation that the header of a request names; "" without this header.
 
     Raises InvalidRequest.
     """
@@ -249,8 +250,9 @@ def _new_answer(
 ) -> Answer:
     """Return the answer to a planned request. `ignored`: its ignored fields, for a header."""
     facts = timeline.facts
-    # `explain` finds the request by its unique id. That id is in logs, too, so it does not suffice:
-    # who knows the id of a stored response could read it.
+    # `explain` finds the request by its unique id. But a client that knows the id of a stored
+    # response can read the response, and logs have the unique id, too. So the id of the response
+    # also has random characters.
     answer_id = f"{api.id_prefix}{facts.unique_id}{secrets.token_hex(8)}"
     meta = ResponseMeta(
         id=answer_id,

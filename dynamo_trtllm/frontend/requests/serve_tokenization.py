@@ -21,9 +21,10 @@ from dynamo_trtllm.support.http_server.exchange import Exchange
 
 R = TypeVar("R", TokenizeRequest, DetokenizeRequest, ResponseRequest, CountTokensRequest)
 
-# Reads what a request refers to, which belongs to the API key of this name. Returns the work that
-# makes the response, which may take long and is safe in a thread, and the characters of stored text
-# that it renders.
+# A function that reads the stored texts to which a request refers. Its arguments are the body, the
+# model, and the name of the API key to which the texts belong. It returns the work that makes the
+# response, and how many characters of stored text this work renders. The work may take long, and is
+# safe in a thread.
 Resolve: TypeAlias = Callable[
     [R, ServedModel, str], Awaitable[tuple[Callable[[], Mapping[str, Any]], int]]
 ]

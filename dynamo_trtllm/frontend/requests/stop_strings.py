@@ -75,7 +75,7 @@ class StopStrings:
                 matches.append(_Match(end - len(search.stop), end))
         text = self._pending + text
         if matches:
-            # The match that ends first; of those that end together, the longest.
+            # Take the match that ends first. Of several that end together, take the longest.
             first = min(matches, key=lambda match: (match.end, match.begin))
             self._pending = ""
             self.found = text[first.begin : first.end]

@@ -25,7 +25,7 @@ from dynamo_trtllm.support.network.addresses import network_of
 
 
 class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a request with its head."""
+    """What is known of a request when its head has arrived."""
 
     id: str  # the id that the client sent, if it sent one, and `unique_id`
     unique_id: str  # clients may repeat their ids
@@ -35,12 +35,12 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
     client: str  # the network of the client, see `network_of`
     tenant: Tenant | None  # the sender, if it has an API key
     wants_stats: bool  # the client wants statistics in the response
-    traceparent: str | None  # header of the client; None: it is missing or not valid
+    traceparent: str | None  # header of the client; None: the header is missing or not valid
     arrived_at: float  # seconds since the epoch
 
     @property
     def owner(self) -> str:
-        """The name of the API key, to which what is stored belongs; "": there are no keys."""
+        """The name of the API key to which stored responses belong; "": there are no keys."""
         return "" if self.tenant is None else self.tenant.key.name
 
     @property
@@ -58,11 +58,11 @@ class RequestEnd(msgspec.Struct, frozen=True, kw_only=True):
     end_s: float  # a time of `time.monotonic()`
     usage: Usage
     phases: PhaseSeconds
-    ttft_phases: PhaseSeconds  # the part of them before the first token; {}: there is none
+    ttft_phases: PhaseSeconds  # the phases before the first token; {}: there is no token
 
 
 class TimelineSubscribers:
-    """What is called at the events of all requests, in order. One list for each event."""
+    """The functions that are called at the events of all requests: one list for each event."""
 
     def __init__(self) -> None:
         self.received: list[Callable[[RequestTimeline], None]] = []
@@ -70,7 +70,7 @@ class TimelineSubscribers:
         # The wait for permits has ended, with or without them. The number is its seconds.
         self.left_queue: list[Callable[[RequestTimeline, float], None]] = []
         self.started: list[Callable[[RequestTimeline], None]] = []
-        # The flag says whether it is the first token of the request.
+        # A choice has its first token. The flag says whether it is also the first of the request.
         self.first_token: list[Callable[[RequestTimeline, Choice, bool], None]] = []
         self.last_token: list[Callable[[RequestTimeline, Choice], None]] = []
         self.ended: list[Callable[[RequestTimeline, RequestEnd], None]] = []
@@ -101,18 +101,19 @@ class RequestTimeline:
             arrived_at=time.time(),
         )
         self.begun_s = request.arrived_s
-        # When the whole body had arrived. Until then, when the head had.
+        # When the whole body had arrived. Until it has, this is the time of the head.
         self.body_received_s = request.arrived_s
         self.first_s: float | None = None  # when the first token of the request arrived
-        # The spans before those of the choices.
+        # The spans of the request before its choices begin.
         self.spans = [Span("receive", request.arrived_s)]
-        self.model = ""  # known with the plan
+        self.model = ""  # set when the request is planned
         self.answer: Answer | None = None  # set when the request is accepted
-        # Tokens come too often for a loop over subscribers. The one that observes the gaps between
-        # them sets this function, of seconds and a number of tokens.
+        # Tokens come too often for a loop over subscribers. So the subscriber that observes the
+        # gaps between tokens sets this function. Its arguments are the gap in seconds, and the
+        # number of tokens with this gap.
         self.observe_gap: Callable[[float, int], None] = _do_nothing
         self.choices: Sequence[Choice] = ()  # the choices of the answer; empty until they start
-        self.usage = Usage()  # known at the end
+        self.usage = Usage()  # set when the request ends
         self._subscribers = subscribers
         for notify in subscribers.received:
             notify(self)
@@ -122,7 +123,7 @@ class RequestTimeline:
         self.spans.append(Span(phase, time.monotonic()))
 
     def body_received(self) -> None:
-        """Note that the whole body is there."""
+        """Note that the whole body has arrived."""
         self.enter("tokenize_queue")
         self.body_received_s = self.spans[-1].begin_s
 
@@ -203,12 +204,12 @@ class RequestTimeline:
             notify(self, end)
 
     def phases(self, choice: Choice, end_s: float) -> PhaseSeconds:
-        """Return the phases of this request with one of its choices, which has ended last."""
+        """Return the phases of this request with those of one choice, which has ended last."""
         timeline = choice.timeline
         return divide(self.spans_with(choice), end_s, timeline.prefill_stats, timeline.decode_stats)
 
     def ttft_phases(self, choices: Sequence[Choice]) -> PhaseSeconds:
-        """Return the phases until the first token of any of these choices. {}: they have none."""
+        """Return the phases until the first token of any of these choices; {}: no token came."""
         begun = [choice.timeline for choice in choices if choice.timeline.first_s is not None]
         if not begun:
             return {}
@@ -216,12 +217,12 @@ class RequestTimeline:
         spans = [*self.spans, *timeline.spans[: timeline.num_spans_of_ttft]]
         end_s = _first_token_s(timeline)
         if any(span.phase == "migration" for span in timeline.spans):
-            # The statistics are those of calls after the first token.
+            # The statistics of the workers are those of calls after the first token.
             return divide(spans, end_s)
         return divide(spans, end_s, timeline.prefill_stats, timeline.decode_stats)
 
     def spans_with(self, choice: Choice) -> list[Span]:
-        """Return the spans of this request with those of one of its choices."""
+        """Return the spans of this request and of one of its choices."""
         spans = [*self.spans, *choice.timeline.spans]
         if choice.finish is not None:
             spans.append(Span("respond", choice.timeline.last_s))
@@ -232,13 +233,13 @@ def _do_nothing(seconds: float, count: int) -> None: ...
 
 
 def _first_token_s(timeline: ChoiceTimeline) -> float:
-    """Return when the first token of a choice arrived. Infinity: it has none."""
+    """Return when the first token of a choice arrived; infinity: the choice has no token."""
     return math.inf if timeline.first_s is None else timeline.first_s
 
 
 def last_of(choices: Sequence[Choice]) -> Choice:
     """Return the choice that ended last, or one that has not ended."""
-    # A choice that has not ended is the largest, because True is more than False.
+    # A choice that has not ended is the largest one here, because True is more than False.
     return max(choices, key=lambda choice: (choice.finish is None, choice.timeline.last_s))
 
 

@@ -3,14 +3,15 @@
 The queue of a frontend orders clients by these counters. They are the virtual token counters of
 "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024), over prefill and decode:
 
-- A prompt counts when its request begins, because a client could otherwise begin many of them
-  before the first one counts. Tokens that a worker had in its prefix cache are taken off later.
+- A prompt counts when its request begins, because a client could otherwise begin many requests
+  before the first prompt counts. Tokens that a worker had in its prefix cache are taken off later.
 - Tokens of the output count while they are generated.
-- A client that had nothing waiting is lifted to those that wait, so that it can't save up credit.
-  If it was active just now, it may be BURST_TOKENS behind them: otherwise, a client with short
-  bursts would wait, in each burst, for a client that always has requests waiting.
-- A client that is behind those whose requests have begun is below its share. Its requests go before
-  those that wait at workers already.
+- When a client that had nothing waiting sends a request, its counter is lifted to the counters of
+  the clients that wait, so that it can't save up credit. If it was active just now, it may be
+  BURST_TOKENS behind them: otherwise, a client with short bursts would wait, in each burst, for a
+  client that always has requests waiting.
+- A client is below its share if its counter is behind the counters of the clients whose requests
+  have begun. Its requests then go before requests that wait at workers already.
 """
 
 from __future__ import annotations
@@ -24,27 +25,28 @@ from typing import Final, NamedTuple
 from dynamo_trtllm.frontend.requests.recent_rate import LastMinute
 from dynamo_trtllm.protocol.messages import ClientShare
 
-OUTPUT_COST: Final = 2  # prompt tokens that a token of the output counts as, as in the paper
-# By how much a client may be behind those that wait, if a request of it has begun within IDLE_S. A
-# worker computes so many tokens in a few seconds.
+# A token of the output counts as this many tokens of a prompt, as in the paper.
+OUTPUT_COST: Final = 2
+# By how much a client may be behind the clients that wait, if one of its requests has begun within
+# IDLE_S. A worker computes this many tokens in a few seconds.
 BURST_TOKENS: Final = 32_768
 IDLE_S: Final = 30.0
-# By how much a client is behind if it is below its share. Clients whose requests wait get equal
-# amounts of work, so they differ by less, unless prefix caches take off much.
+# A client that is this much behind is below its share. Clients whose requests wait get equal
+# amounts of work, so their counters differ by less, unless prefix caches take off much.
 BELOW_TOKENS: Final = 4096
 # Each update looks at all running requests: 1 ms of CPU time for 4,000 of them.
 UPDATE_S: Final = 0.1
-# More than the number of requests that can wait or run. The counters of clients without requests
-# are dropped, those that were used least recently first.
+# Limit of the counters, above the number of requests that can wait or run. The counters of clients
+# without requests are dropped, the least recently used one first.
 MAX_COUNTERS: Final = 16_384
-MAX_REPORTED: Final = 4096  # clients in one report to other frontends
+MAX_REPORTED: Final = 4096  # limit of the clients in one report to other frontends
 
 
 class Client(NamedTuple):
     """The sender of requests, as far as shares depend on it."""
 
-    name: str  # of its API key; without keys, its network
-    weight: float = 1.0  # its share, relative to others
+    name: str  # the name of its API key; without keys, its network
+    weight: float = 1.0  # its share, relative to the weights of other clients
 
 
 class TokenCounter:
@@ -57,18 +59,18 @@ class TokenCounter:
         self.weight = 1.0
         self.value = 0.0
         self.begun_s = -math.inf  # when its last request began
-        self.unreported = 0.0  # the part that other frontends do not know yet
-        self.minute = LastMinute()  # the tokens of this process, not divided
+        self.unreported = 0.0  # the part of `value` that other frontends do not know yet
+        self.minute = LastMinute()  # tokens of this process only, not divided by the weight
 
 
 class CountedRequest:
     """What the workers have computed for one running request.
 
     Args:
-        counters: of its model.
-        counter: of its client.
-        prompt_tokens: of all choices.
-        more_tokens: returns what the request took beside its prompts, until now.
+        counters: the counters of its model.
+        counter: the counter of its client.
+        prompt_tokens: tokens of the prompts of all choices.
+        more_tokens: returns the tokens that the request took until now, without its prompts.
     """
 
     __slots__ = ("_counted", "_counter", "_counters", "_more_tokens", "_prompt_tokens")
@@ -117,15 +119,16 @@ class TokenCounters:
         self._by_client: OrderedDict[str, TokenCounter] = OrderedDict()
         self._running: dict[CountedRequest, None] = {}
         self._updated_s = clock()
-        self._last_begun = TokenCounter("")  # of the client whose request began last
+        self._last_begun = TokenCounter("")  # the counter of the client whose request began last
         # The value at which a client that is not below its share last began a request. Requests
         # that wait at workers began with about this value.
         self._begun_value = 0.0
         self._below_s = -math.inf  # when a client below its share last began a request
-        # Clients whose requests wait at other processes, and the least counter of them.
+        # Clients whose requests wait at other processes, and the least one of their counters.
         self._at_others: frozenset[str] = frozenset()
         self._others_value = -math.inf
-        self._others_below_s = -math.inf  # the same as `_below_s`, of other processes
+        # When another process last reported that a client below its share has begun a request.
+        self._others_below_s = -math.inf
         self._unreported: dict[TokenCounter, None] = {}
 
     def counter(self, client: Client) -> TokenCounter:
@@ -158,13 +161,13 @@ class TokenCounters:
         return tokens
 
     def lift(self, counter: TokenCounter, least: float | None = None) -> None:
-        """Raise the counter of a client that had nothing waiting to those of clients that wait.
+        """Raise the counter of a client that had nothing waiting, so that it has saved no credit.
 
         Args:
-            counter: of the client.
+            counter: the counter of the client.
             least: the least value of the clients that wait. None: no client waits here. Then the
-                value is that of the client whose request began last, or the least one of clients
-                that wait at other processes, if that is higher.
+                value of the client whose request began last is used, or the least value of the
+                clients that wait at other processes, if this is higher.
         """
         if least is None:
             least = max(self._last_begun.value, self._others_value)
@@ -173,12 +176,12 @@ class TokenCounters:
         counter.value = max(counter.value, least)
 
     def share(self, counter: TokenCounter) -> ClientShare:
-        """Return what a client has got, compared with those whose requests began last."""
+        """Return what a client has got, compared with the clients whose requests began last."""
         # Clients that wait at another process began their last requests with about their value.
         begun_value = max(self._begun_value, self._others_value)
         if begun_value - counter.value >= BELOW_TOKENS / counter.weight:
             return ClientShare.BELOW
-        # While clients below their share are active, all others count as above theirs.
+        # While a client below its share is active, all other clients count as above their share.
         if self._clock() - max(self._below_s, self._others_below_s) < IDLE_S:
             return ClientShare.ABOVE
         return ClientShare.EVEN
@@ -192,7 +195,7 @@ class TokenCounters:
         """Note what other processes have reported.
 
         Args:
-            waiting: names of the clients whose requests wait there.
+            waiting: names of the clients whose requests wait at these processes.
             has_below: whether one of these processes has begun a request of a client below its
                 share.
         """
@@ -213,8 +216,8 @@ class TokenCounters:
         """Begin a request of a client. Its tokens count until it ends.
 
         Args:
-            client: whose request begins.
-            share: what it has got until now, see `share`.
+            client: the client whose request begins.
+            share: what the client has got until now, see `share`.
             prompt_tokens, more_tokens: see `CountedRequest`.
         """
         counter = self.counter(client)
@@ -231,7 +234,7 @@ class TokenCounters:
         return request
 
     def last_minute(self) -> dict[str, tuple[float, int]]:
-        """Return the weight of each client, and its tokens of the last minute, if it got some."""
+        """Return weight and tokens of each client that got tokens in the last minute."""
         self.update()
         now_s = self._clock()
         totals: dict[str, tuple[float, int]] = {}
@@ -246,7 +249,10 @@ class TokenCounters:
         self._running.pop(request, None)
 
     def update(self) -> bool:
-        """Count what was computed since the last update. Return False if that was just now."""
+        """Count what was computed since the last update.
+
+        Return False, and count nothing, if the last update was just now.
+        """
         now_s = self._clock()
         if now_s - self._updated_s < UPDATE_S:
             return False

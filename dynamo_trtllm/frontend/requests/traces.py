@@ -4,8 +4,8 @@ The protocol is OTLP over HTTP, encoded as JSON.
 
 A trace is made when its request has ended, from the phases that are known then: a root span of the
 request and a span per phase. Workers send no traces; they report their phases to the frontend.
-Requests do not wait for the collector: a queue of limited length separates it from them, and traces
-that do not fit are dropped.
+Requests do not wait for the collector: traces wait in a queue of limited length, and traces that do
+not fit into the queue are dropped.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _PARENT = re.compile(
     r"(?!ff|00.{54})[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-.*)?"
 )
 _PHASE_ORDER: Final = {phase: number for number, phase in enumerate(PHASES)}
-# kinds of spans
+# The numbers of OTLP for kinds of spans, and for the status of a span that failed.
 _INTERNAL = 1
 _SERVER = 2
-_ERROR = 2  # status of a span that failed
+_ERROR = 2
 
 
 def valid_traceparent(header: str | None) -> str | None:
@@ -86,8 +86,8 @@ class PhaseInterval(NamedTuple):
 class ExportLimits(NamedTuple):
     """How many traces wait, and when and how they are sent."""
 
-    max_queued: int = 2048  # traces that wait; further ones are dropped
-    max_sent: int = 128  # traces in one message
+    max_queued: int = 2048  # how many traces may wait; further traces are dropped
+    max_sent: int = 128  # how many traces one message may have
     every_s: float = 1.0  # traces of requests that end within this time make one message
     # Limit for a message, and for all messages at the end of the process together.
     timeout_s: float = 2.0
@@ -104,8 +104,8 @@ class TraceExporter:
         namespace: namespace of the deployment.
         sample_ratio: share of the requests with a trace, from 0 to 1. The sampling flag of a
             client's `traceparent` takes precedence.
-        on_dropped: called with a number of traces that were dropped.
-        limits: of queue and messages.
+        on_dropped: called with the number of traces that were dropped now.
+        limits: the limits of the queue and of messages.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class TraceExporter:
         self._queue: deque[_QueuedTrace] = deque()
         self._queued = asyncio.Event()
         self._num_dropped = 0
-        self._reason = ""  # why they were dropped; "": the queue was full
+        self._reason = ""  # why traces were dropped; "": the queue was full
         self._warned_at_s = -_WARN_EVERY_S
 
     def add(self, request: EndedRequest) -> None:
@@ -137,7 +137,9 @@ class TraceExporter:
         else:
             trace_id = secrets.token_hex(16)
             parent_id = ""
-            is_sampled = int(trace_id[16:], 16) < self._sample_ratio * (1 << 64)
+            # The second half of the id is a random number below 2**64.
+            random_number = int(trace_id[16:], 16)
+            is_sampled = random_number < self._sample_ratio * (1 << 64)
         if not is_sampled:
             return
         self._queued.set()
@@ -147,7 +149,7 @@ class TraceExporter:
             self._drop(1)
 
     async def run(self) -> None:
-        """Send traces until cancelled, and then the remaining ones for at most 2 s."""
+        """Send traces until cancelled. Then send the remaining ones, for at most `timeout_s`."""
         sending: asyncio.Task[None] | None = None
         try:
             while True:
@@ -156,10 +158,11 @@ class TraceExporter:
                 self._queued.clear()
                 sending = asyncio.create_task(self._send_all())
                 await asyncio.shield(sending)
-                if self._queue:  # the rest, after a failure
+                if self._queue:
+                    # After a failure, `_send_all` has left the other traces in the queue.
                     self._queued.set()
         finally:
-            # Keep `_send_all` from warning: one warning at the end counts all.
+            # Keep `_send_all` from warning: one warning at the end counts all dropped traces.
             self._warned_at_s = time.monotonic()
             with suppress(TimeoutError):
                 async with asyncio.timeout(self.limits.timeout_s):
@@ -178,7 +181,7 @@ class TraceExporter:
     async def _send_all(self) -> None:
         """Send the queued traces.
 
-        If it is cancelled, those that the collector has not taken stay in the queue.
+        If it is cancelled, traces that the collector has not taken stay in the queue.
         """
         failure: Exception | None = None
         while self._queue and failure is None:
@@ -216,7 +219,7 @@ class TraceExporter:
             OSError: the collector can't be reached, or does not take the traces. A redirect is an
                 error, too.
         """
-        # In a thread, because it takes long; the event loop goes on.
+        # Encoding takes long, so it runs in a thread, and the event loop goes on.
         body = await asyncio.to_thread(self._encoded, traces)
         headers = {"Content-Type": "application/json"}
         async with await http_client.connect(self._url) as connection:
@@ -259,10 +262,10 @@ class TraceExporter:
 def phase_intervals(request: EndedRequest) -> Iterator[PhaseInterval]:
     """Yield the interval of each phase.
 
-    They are adjacent; a worker's phases are in their usual order.
+    The intervals are adjacent. The phases of a worker are in their usual order.
     """
     ends_s = [*(span.begin_s for span in request.spans[1:]), request.end_s]
-    # The timings are those of the last attempt, and do not fit the spans of earlier ones.
+    # The timings are those of the last attempt, and do not fit the spans of earlier attempts.
     has_migrated = any(span.phase == "migration" for span in request.spans)
     reported = (None, None) if has_migrated else (request.prefill, request.decode)
     for span, end_s in zip(request.spans, ends_s, strict=True):

@@ -1,8 +1,8 @@
 """Report once a second, to all frontends of a namespace, what clients take of the workers here.
 
-With these reports, the shares of clients, the limits of API keys, and the limits on what is at
-workers hold over all processes of all frontends, a second late. While NATS is away, or if a report
-is lost, each process counts for itself.
+With these reports, the shares of clients, the limits of API keys, and the limits on the requests
+at workers hold for all processes of all frontends together, with a delay of a second. While NATS is
+away, or if a report is lost, each process counts for itself.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ from dynamo_trtllm.protocol.messages import decode, encode
 
 log = logging.getLogger(__name__)
 
-REPORT_S: Final = 1.0  # between two reports of a process
-# The weights of a process in which no request waits: it counts as if it had one more client.
+REPORT_S: Final = 1.0  # the time between two reports of a process
+# The weights of a process in which no request waits: the process counts as if it had a client of
+# its own that waits.
 _ONE_CLIENT: Final = {"": 1.0}
 
 
@@ -55,8 +56,8 @@ class UsageReports:
     A frontend may have several processes.
 
     Args:
-        limits: the limits of this process. Reports read from them what clients take here. Reports
-            of others set in them which share of the workers this process may take.
+        limits: the limits of this process. What clients take here is read from them. Reports of
+            other processes set which share of the workers this process may take.
         keys: usage of the API keys; None: no key has limits.
         lacks_pairs: see `FleetHealth.lacks_pairs`.
         clock: returns seconds of a monotonic clock.
@@ -104,7 +105,7 @@ class UsageReports:
             while True:
                 await self._limits.has_requests.wait()
                 has_usage = True
-                # The last report says that nothing is used.
+                # Reports end with one that says that nothing is used.
                 while has_usage:
                     self._limits.has_requests.clear()
                     report = self.report()
@@ -116,13 +117,15 @@ class UsageReports:
             await unsubscribe()
 
     def report(self) -> FrontendUsage:
-        """Return what clients take here. Tokens are those since the last report."""
+        """Return what clients take here. Tokens are counted since the last report."""
         models: dict[str, ModelUsage] = {}
         for model, window in self._limits.start_windows.by_model.items():
             usage = model_usage(
                 window, self._limits.choice_permits, lacks_pairs=self._lacks_pairs(model)
             )
-            if usage.taken[-1] or usage.waiting or usage.tokens:
+            # Each running choice takes a part of the last stage until it ends.
+            has_running = usage.taken[-1] > 0
+            if has_running or usage.waiting or usage.tokens:
                 models[model] = usage
         keys = {} if self._keys is None else self._keys.totals()
         return FrontendUsage(self._id, self._frontend_id, models, keys)
@@ -136,7 +139,7 @@ class UsageReports:
             usage = report.models.get(model)
             if usage is not None:
                 self._limits.choice_permits.counters(model).count_others(usage.tokens)
-        # The processes of this frontend share memory.
+        # The processes of this frontend share memory, so only other frontends are counted here.
         if self._keys is not None and report.frontend != self._frontend_id:
             self._keys.others.report(report.process, report.keys)
         self.set_shares()
@@ -145,7 +148,7 @@ class UsageReports:
         """Set what this process may take of the workers, and what its clients are compared with."""
         now_s = self._clock()
         for process, received in list(self._received.items()):
-            # The process has ended, or its reports do not arrive.
+            # A process without recent reports has ended, or its reports do not arrive.
             if now_s - received.received_s >= REPORT_AGE_S:
                 del self._received[process]
         for model, window in self._limits.start_windows.by_model.items():
@@ -164,13 +167,13 @@ class UsageReports:
 def model_usage(
     window: StartWindow, permits: ConcurrencyLimiter, *, lacks_pairs: bool = False
 ) -> ModelUsage:
-    """Return what clients take of the workers of a model. Tokens are those since the last call."""
+    """Return what clients take of the workers of a model. Tokens count since the last call."""
     counters = permits.counters(window.model)
     counters.update()
     prefill, start, run = (usage.total for usage in window.usages)
     queued = permits.queued_choices(window.model)
     if window.full_stage is None:
-        # They wait for permits of this frontend, and workers have space.
+        # The choices wait for permits of this frontend, not for workers, which have space.
         queued = QueuedChoices()
     return ModelUsage(
         taken=(prefill, start, run),
@@ -188,7 +191,7 @@ def shares(waiting: Mapping[str, float], others: Sequence[ModelUsage]) -> list[i
     """Return what a process may take of the workers of a model, as parts of WINDOW.
 
     Processes in which requests wait divide the workers in proportion to the weights of the clients
-    that wait there. The others take what they need, but no more than equal parts.
+    that wait there. The other processes take what they need, but no more than equal parts.
 
     Args:
         waiting: weights of the clients whose requests wait in this process, by name.
@@ -201,7 +204,7 @@ def shares(waiting: Mapping[str, float], others: Sequence[ModelUsage]) -> list[i
         num_processes.update(names.keys())
     weight = _weight(own, num_processes)
     total = weight + sum(_weight(names, num_processes) for names in busy)
-    # The part of the processes in which requests wait, if the others take as much as they may.
+    # The part of all processes in which requests wait, if each other process takes an equal part.
     least = WINDOW * (1 + len(busy)) // (1 + len(others))
     limits: list[int] = []
     for index in range(len(ChoiceCosts._fields)):

@@ -25,9 +25,9 @@ class Attempt:
 
     prefill: Instance | None  # None: `decode` is an aggregated worker
     decode: Instance
-    worker: Instance  # the last one that was called. A failure is attributed to it.
-    # What the next call to `decode` carries: first the request of an aggregated worker, and after
-    # the prefill that of the decode call, with KV transfer parameters.
+    worker: Instance  # the instance that was called last. Failures are attributed to it.
+    # The request that the next call sends to `decode`. After the prefill call, it has the KV
+    # transfer parameters.
     request: GenerateRequest
     tried: frozenset[int]  # decode instances that were called
     num_sent_before: int  # tokens that were sent to the client before this attempt
@@ -35,7 +35,8 @@ class Attempt:
     # `suspects`). 0: it has settled, or the request is no suspect.
     tokens_to_settle: int
     reservation_id: str | None = None  # names the decode slot, which may not be reserved yet
-    params: KvTransferParams | None = None  # describe KV that waits at the prefill instance
+    # These describe the KV that waits at the prefill instance. None: no KV is known to wait there.
+    params: KvTransferParams | None = None
     has_begun: bool = False  # the decode call has begun to answer
     # tokens that the client has got before the decode call repeats them: see `early_token`
     sent_early: TokenIds = field(default_factory=token_ids)

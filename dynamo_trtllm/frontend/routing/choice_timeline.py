@@ -34,7 +34,7 @@ class ChoiceTimeline:
 
     The router calls a method for each event, which also writes it to the flight recorder. The flow
     sets the instances and stats, which are those of the last attempt. `RequestTimeline` sets the
-    times of tokens when they arrive. Times are of `clock`.
+    times of tokens when they arrive. All times are those of `clock`.
     """
 
     prefill_instance: int | None = None
@@ -45,18 +45,18 @@ class ChoiceTimeline:
     migrations: int = 0
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list, compare=False)
-    arrived_s: float | None = None  # when the request arrived; None: not known
+    arrived_s: float | None = None  # when the request arrived; None: this is not known
     # The path of the last attempt, if it was chosen by predicted times, and what was predicted.
     chosen: ChosenPath | None = None
     # With `--router-mode slo`, the times of the workers were not known at the last attempt.
     is_unpredicted: bool = False
-    # The spans until the first tokens arrived. None: they have not.
+    # How many spans had begun when the first tokens arrived. None: no token has arrived.
     num_spans_of_ttft: int | None = field(default=None, compare=False)
     first_s: float | None = None  # when the first tokens arrived
-    last_s: float = 0.0  # when the newest ones arrived
+    last_s: float = 0.0  # when the newest tokens arrived
     called_s: float | None = field(default=None, compare=False)  # when a worker was called last
     suspicion: Suspicion = field(default_factory=Suspicion, compare=False)
-    # The place in the start window; None: the choice is a probe, which does not count.
+    # The place in the start window; None: the choice is a probe, which does not count there.
     place: StartPlace | None = field(default=None, compare=False)
     clock: Callable[[], float] = field(default=time.monotonic, repr=False, compare=False)
     # The index of the first span of the current attempt.
@@ -67,8 +67,8 @@ class ChoiceTimeline:
     def attempt_began(self) -> None:
         """Begin the spans of an attempt.
 
-        One span `retry` replaces those of a failed attempt before it. If that attempt sent tokens,
-        its spans stay, and the span `migration` begins after its last token.
+        One span `retry` replaces the spans of the failed attempt before. But if that attempt sent
+        tokens, its spans stay, and a span `migration` begins after its last token.
         """
         spans = self.spans
         # The spans before an early first token stay, too.
@@ -81,7 +81,7 @@ class ChoiceTimeline:
         self._enter("select")
 
     def reset_calls(self) -> None:
-        """Drop the instances and stats of the attempt before: another one has workers now."""
+        """Drop the instances and stats of the attempt before: the next attempt has workers now."""
         self.prefill_instance = None
         self.decode_instance = None
         self.prefill_stats = None
@@ -124,11 +124,11 @@ class ChoiceTimeline:
         )
 
     def waited_s(self, now: float) -> float:
-        """Return for how long the request has waited. `now`: of the same clock as its arrival."""
+        """Return for how long the request has waited. `now`: a time of the clock of its arrival."""
         return 0.0 if self.arrived_s is None else max(0.0, now - self.arrived_s)
 
     def path_chosen(self, request: GenerateRequest, selection: WorkerSelection, mode: str) -> None:
-        """Note the path of an attempt and what is predicted, if it was chosen by that.
+        """Note the path of an attempt, if it was chosen by predicted times, and these times.
 
         Args:
             request: the request of the choice.
@@ -157,7 +157,10 @@ class ChoiceTimeline:
         selection: WorkerSelection,
         shares: Mapping[int, Shares] = {},
     ) -> None:
-        """Note that workers were selected for an attempt. `shares`: those of elastic workers."""
+        """Note that workers were selected for an attempt.
+
+        `shares`: the shares of elastic workers, by id.
+        """
         prefill_id = 0 if selection.prefill is None else selection.prefill.id
         decode_id = selection.decode.id
         packed = 0
@@ -173,7 +176,10 @@ class ChoiceTimeline:
         RECORDER.record(request.request_id, RecordedEvent.PLACED, prefill_id, decode_id, packed)
 
     def waiting_for_workers(self, request: GenerateRequest, quarantined: Pair) -> None:
-        """Note that there are no workers. `quarantined`: a quarantined pair; (None, 0): none is."""
+        """Note that there are no workers.
+
+        `quarantined`: a quarantined pair; (None, 0): no pair is quarantined.
+        """
         if self.place is not None:
             self.place.waits_for_workers()
         prefill_id, decode_id = quarantined
@@ -205,7 +211,7 @@ class ChoiceTimeline:
 
     @property
     def decode_begun_s(self) -> float | None:
-        """Return when the running decode call gave its first answer; None: it has not."""
+        """Return when the running decode call gave its first answer; None: it gave none yet."""
         last = self.spans[-1] if self.spans else None
         return last.begin_s if last is not None and last.phase == "decode" else None
 
@@ -242,7 +248,7 @@ class ChoiceTimeline:
     def _enter(self, phase: str, role: str = FRONTEND) -> None:
         """Begin a span and end the one before.
 
-        A migration ends with the first chunk of the next attempt.
+        The span `migration` lasts until the first chunk of the next attempt.
         """
         if self.spans:
             last = self.spans[-1]
@@ -261,5 +267,8 @@ def _microseconds(seconds: float) -> int:
 
 
 def _role_of_call(worker: Instance, phase: Phase) -> Role:
-    """Return the role in which a worker runs a call. An elastic one has all of them."""
+    """Return the role in which a worker runs a call.
+
+    The role of an elastic worker is that of the phase.
+    """
     return Role[phase.name] if worker.role is Role.ELASTIC else worker.role

@@ -15,8 +15,8 @@ from dynamo_trtllm.frontend.routing.pairs import Pair, pairing_key
 from dynamo_trtllm.protocol.messages import Instance, Role
 from dynamo_trtllm.protocol.shares import Shares
 
-_REDUCED_VIEWS = 16  # cached per view
-_MAX_CACHED = 256  # entries of the cache of a view
+_REDUCED_VIEWS = 16  # limit of the views without some instances that a view caches
+_MAX_CACHED = 256  # limit of the entries of `ModelView.cache`
 _SIDES = (Role.PREFILL, Role.DECODE)
 _id = attrgetter("id")
 _T = TypeVar("_T", bound="PairGroup | ModelView")
@@ -33,7 +33,7 @@ class PairGroup:
     decode: tuple[Instance, ...] = ()
 
     def sides(self, role: Role) -> tuple[tuple[Instance, ...], tuple[Instance, ...]]:
-        """Return the instances of a role, and those of the other one."""
+        """Return the instances of a role, and the instances of the other role."""
         if role is Role.PREFILL:
             return self.prefill, self.decode
         return self.decode, self.prefill
@@ -42,7 +42,7 @@ class PairGroup:
         return PairGroup(excluding(self.prefill, ids), excluding(self.decode, ids))
 
     def sharing(self, shares: Mapping[int, Shares]) -> PairGroup:
-        """Return the group in which elastic instances are only where their share is above 0."""
+        """Return the group without elastic instances in roles in which their share is 0."""
         idle_prefills = [id_ for id_, share in shares.items() if not share.prefill]
         idle_decodes = [id_ for id_, share in shares.items() if not share.decode]
         return PairGroup(
@@ -56,8 +56,8 @@ class ModelView:
 
     An elastic instance is a prefill and a decode instance.
 
-    A changed view shares what did not change, so that a change costs microseconds with thousands of
-    instances.
+    A changed view shares the unchanged parts with the view before, so that a change costs
+    microseconds with thousands of instances.
     """
 
     prefill: tuple[Instance, ...] = ()
@@ -66,17 +66,17 @@ class ModelView:
     # Pairing keys, by id of a prefill or decode instance.
     keys: Mapping[int, str] = field(default_factory=dict)
     groups: Mapping[str, PairGroup] = field(default_factory=dict)  # the groups, by pairing key
-    shares: Mapping[int, Shares] = field(default_factory=dict)  # of elastic instances, by id
+    shares: Mapping[int, Shares] = field(default_factory=dict)  # those of elastic instances, by id
     # The decode instances that have a partner.
     paired: tuple[Instance, ...] = field(init=False, repr=False, compare=False)
     _reduced: dict[frozenset[int], ModelView] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
-    # What readers compute from this view.
+    # Results that readers of this view have computed from it.
     cache: dict[Hashable, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Compute per change what requests read."""
+        """Compute `paired` once per change, because each request reads it."""
         matching = {
             key: group for key, group in self.groups.items() if group.prefill and group.decode
         }
@@ -107,7 +107,7 @@ class ModelView:
         return replace(self, shares=shares)
 
     def sharing(self) -> ModelView:
-        """Return the view in which elastic instances are only where their share is above 0.
+        """Return the view without elastic instances in roles in which their share is 0.
 
         If no request could run in this view, instances without a share fill the roles that have no
         instance. The result is cached.
@@ -147,7 +147,7 @@ class ModelView:
 
         If all shares are 0, each counts as 1. The result is cached for tuples of this view.
         """
-        # The tuple is stored with its sums, so that no other tuple can get its id.
+        # The cache refers to the tuple, so that the tuple lives on and no other one gets its id.
         key = "cumulative_shares", role, id(instances)
         cached: tuple[tuple[Instance, ...], list[float]] | None = self.cache.get(key)
         if cached is None:
@@ -174,7 +174,7 @@ class ModelView:
     def excluding(self, ids: frozenset[int]) -> ModelView:
         """Return the view without these instances.
 
-        Results are cached, because many requests exclude the same ones.
+        Results are cached, because many requests exclude the same instances.
         """
         if not ids:
             return self
@@ -266,20 +266,20 @@ class Change(NamedTuple):
 class ClusterView:
     """All live instances. Only the frontend's watch writes it; readers use `model()`.
 
-    A change costs what copying references to the instances of its model costs.
+    A change costs as much as a copy of the references to the instances of its model.
     """
 
     _instances: dict[int, Instance] = field(default_factory=dict)
     _models: dict[str, ModelView] = field(default_factory=dict)
     _subscribers: list[deque[Change]] = field(default_factory=list)
     _shares: Mapping[int, Shares] = field(default_factory=dict)  # those of the share table
-    # The event is set at the next change, and then replaced by another one.
+    # The event is set at the next change, and then replaced by a new event.
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def subscribe(self) -> deque[Change]:
-        """Return a queue that gets every change from now on, first the instances that are there.
+        """Return a queue that gets every change from now on. It begins with all instances.
 
-        The caller empties it. Thus the cost of a change does not depend on the number of instances.
+        The caller empties the queue. So it need not look at all instances after each change.
         """
         changes = deque(Change(instance, is_added=True) for instance in self.instances())
         self._subscribers.append(changes)
@@ -295,7 +295,10 @@ class ClusterView:
         self.notify_changed()
 
     def set_shares(self, shares: Mapping[int, Shares]) -> None:
-        """Use these shares, by id of elastic instances. Others have those of their record."""
+        """Use these shares, by id of elastic instances.
+
+        Elastic instances without an entry have the shares of their own record.
+        """
         self._shares = shares
         for name, view in self._models.items():
             if view.shares:
@@ -388,9 +391,10 @@ def _in_groups(
 
 
 def excluding(instances: tuple[Instance, ...], ids: Iterable[int | None]) -> tuple[Instance, ...]:
-    """Return the instances without those of `ids`.
+    """Return the instances whose id is not in `ids`; the same tuple if none has to be left out.
 
-    Slices are copied, because a look at each would take longer.
+    The slices between excluded instances are copied, because a test of each instance would take
+    longer.
     """
     remaining: list[Instance] = []
     # The index of the first instance that is not copied yet.

@@ -1,9 +1,10 @@
 """Place requests by the load of the workers and by the prefixes in their caches, without I/O.
 
-A selection compares all instances of a role, or of more than MAX_COMPARED those whose caches have
-the longest prefixes of the prompt, and a few at random ("power of d choices"). So its time does not
-grow with the number of instances, and frontends that know the same do not all send their next
-requests to the same worker. Callers pass the time, and the seed of the random choices.
+A selection compares all instances of a role. If there are more than MAX_COMPARED, it compares the
+instances whose caches have the longest prefixes of the prompt, and a few at random ("power of d
+choices"). So its time does not grow with the number of instances, and frontends with the same
+knowledge do not all send their next requests to the same worker. Callers pass the time, and the
+seed of the random choices.
 """
 
 from __future__ import annotations
@@ -29,21 +30,22 @@ from dynamo_trtllm.frontend.routing.prefix_index import (
 from dynamo_trtllm.frontend.routing.worker_load import ClusterLoad, PlacedRequest, instance_cost
 from dynamo_trtllm.protocol.messages import GenerateRequest, Instance, Role
 
-# Instances of a role that are compared. It is a compromise between many frontends, which learn of
-# each other's requests late, and one, which knows all. p99 of the time to first token in ms, with
-# eight equal workers; those compared are chosen at random (`benchmarks.routing frontends`):
+# How many instances of a role are compared. The number is a compromise: one frontend knows of all
+# requests, so it should compare many instances. Many frontends learn of each other's requests late,
+# so each should compare few. The table has the p99 of the time to first token in ms, with eight
+# equal workers, of which those to compare are chosen at random (`benchmarks.routing frontends`):
 #
 #     compared                                     8     4     2   none: in turn
 #     16 frontends                               615   432   325             291
 #     1 frontend, prompts of different lengths   469   564   735            1196
 MAX_COMPARED: Final = 4
-_MAX_BY_PREFIX = 2  # instances that are compared because of their caches
-# An instance that takes this many times as long per token as the fastest one costs more.
+_MAX_BY_PREFIX = 2  # how many instances are compared because of their caches
+# An instance costs more if it takes more than this many times as long per token as the fastest one.
 _SLOWER: Final = 1.5
 _MAX_EXPONENT: Final = 700.0  # math.exp overflows above 709
 
 
-# Made in a third of the time of a named tuple.
+# A struct is created in a third of the time of a named tuple.
 class Candidate(msgspec.Struct, frozen=True, order=True):
     """An instance that is compared with others of its role. Candidates are sorted by cost."""
 
@@ -70,7 +72,7 @@ class Costs(msgspec.Struct, frozen=True):
 
 
 class PlacedSelection(WorkerSelection, frozen=True, kw_only=True):
-    """A selection by what is known of the workers."""
+    """A selection by cost or by predicted times."""
 
     prompt: PromptHashes
     # Tokens of the prompt that are in the cache of the instance that computes it.
@@ -96,11 +98,11 @@ class Placement:
     Args:
         mode: the mode of the router, for the flight recorder.
         prefixes: the prefixes in the instances' caches. None: they do not count.
-        overlap_credit: how much of the cost of computing a token of the prompt is saved if it is in
-            the cache.
-        temperature: 0 selects the least cost. With more, those of higher cost are selected, too:
-            the probability is the softmax of the negative costs, divided by their range and the
-            temperature.
+        overlap_credit: how much of the cost of computing a token of the prompt is saved if the
+            token is in the cache.
+        temperature: 0 selects the least cost. With a higher temperature, instances of higher cost
+            are selected, too: the probability is the softmax of the negative costs, divided by
+            their range and the temperature.
         seed: the seed of the random choices.
     """
 
@@ -148,7 +150,7 @@ class Placement:
         """Return the pair of the least cost, or the aggregated instance if a role has none.
 
         Returns None if no compared instance can be used. Then `select_round_robin` looks at all
-        instances, and raises the error if none can.
+        instances, and raises an error if none of them can be used, either.
 
         Args:
             view: the instances of the request's model.
@@ -157,7 +159,7 @@ class Placement:
             now: seconds of a monotonic clock.
             avoid: prefill instance to use only if no other matches.
             waited_s: for how long the request has waited. It does not count for costs.
-            may_reject: it is the first attempt of the request. Costs reject none.
+            may_reject: see `SloPlacement.select`. A placement by cost rejects no request.
         """
         overlaps = None if self.prefixes is None else self.prefixes.overlaps(prompt, now)
         if overlaps is not None and not overlaps.matches:
@@ -236,7 +238,7 @@ class Placement:
     def select_decode(
         self, view: ModelView, decodes: tuple[Instance, ...], request: GenerateRequest
     ) -> Instance | None:
-        """Return the decode instance of the least cost to fetch KV that is there.
+        """Return the decode instance with the least cost for KV that is already computed.
 
         None: there is no instance.
         """
@@ -251,17 +253,17 @@ class Placement:
         overlaps: PrefixOverlaps | None,
         role: Role,
     ) -> list[Candidate]:
-        """Return those instances of a view to compare, sorted by cost.
+        """Return the instances to compare, sorted by cost.
 
-        All have the same pairing key. The cost of an instance is divided by its share: with half of
-        the work, it costs twice as much.
+        The cost of an instance is divided by its share: an instance that is to have half of the
+        work costs twice as much.
 
         Args:
-            view: the view.
-            instances: those of one role.
+            view: the view that has the instances.
+            instances: the instances of one role and one pairing key.
             request: the request.
             overlaps: what is cached of its prompt.
-            role: in which they run the request.
+            role: the role in which the instances would run the request.
         """
         compared = self._compared(view, instances, overlaps, role)
         cached = [0] * len(compared) if overlaps is None else overlaps.of(compared)
@@ -291,9 +293,10 @@ class Placement:
         role: Role,
         limit: int = MAX_COMPARED,
     ) -> dict[int, Instance]:
-        """Return by id the instances to compare.
+        """Return the instances to compare, by id.
 
-        They are all, or of more than `limit` those with the longest prefixes and a few at random.
+        They are all instances. Of more than `limit`, they are those with the longest prefixes and a
+        few at random.
         """
         if len(instances) <= limit:
             return {instance.id: instance for instance in instances}
@@ -308,7 +311,7 @@ class Placement:
                 # An elastic instance of the view may have no share in this role.
                 if has_key and (not view.shares or by_id[instance_id] in instances):
                     chosen[instance_id] = by_id[instance_id]
-        # Some may be drawn twice. Then fewer are compared.
+        # An instance may be drawn twice. Then fewer instances are compared.
         for _ in range(limit - len(chosen)):
             index = int(self._random() * len(instances))
             instance = instances[index]
@@ -317,15 +320,16 @@ class Placement:
 
 
 def _penalize_slow(candidates: list[Candidate], paces: Sequence[float]) -> list[Candidate]:
-    """Return the candidates. Those that are much slower than the fastest one cost more.
+    """Return the candidates, with higher costs for those that are much slower than the fastest one.
 
     Args:
         candidates: the candidates of one role.
-        paces: seconds per token of each candidate. 0: not known; then no cost changes.
+        paces: seconds per token of each candidate. 0: not known. If one is not known, no cost
+            changes.
     """
     fastest = min(paces, default=0.0)
     if fastest <= 0:
-        return candidates  # the pace of one is not known
+        return candidates
     limit = _SLOWER * fastest
     if max(paces) <= limit:
         return candidates
@@ -341,16 +345,18 @@ def _penalize_slow(candidates: list[Candidate], paces: Sequence[float]) -> list[
 def _draw_order(ranked: list[Candidate], temperature: float) -> None:
     """Reorder sorted candidates at random. Those of low cost are more likely to be the first.
 
-    The probability of each to be the first is proportional to its weight exp(-cost / scale). For
-    that, each gets a random number of the exponential distribution, divided by its weight, and they
-    are sorted by it (an exponential race, as in the Gumbel trick).
+    The probability of each candidate to be the first is proportional to its weight
+    exp(-cost / scale). For that, each candidate gets a random number of the exponential
+    distribution, divided by its weight. The candidates are then sorted by these numbers (an
+    exponential race, as in the Gumbel trick).
     """
     least_cost = ranked[0].cost
     cost_range = ranked[-1].cost - least_cost
     scale = temperature * max(1, cost_range)
 
     def arrival(candidate: Candidate) -> float:
-        # The tie breaker is uniformly distributed from 0 to 1, so this has an exponential one.
+        # The tie breaker is distributed uniformly from 0 to 1, so this number is distributed
+        # exponentially.
         exponential = -math.log1p(-candidate.tie_breaker)
         exponent = (candidate.cost - least_cost) / scale
         return exponential * math.exp(min(_MAX_EXPONENT, exponent))
@@ -372,7 +378,7 @@ def _best_pair(
 ) -> tuple[Candidate, Candidate] | None:
     """Return the pair of the least cost whose breaker is closed.
 
-    None: all are open, or one role has no candidate.
+    None: the breakers of all pairs are open, or one role has no candidate.
     """
     if not prefills or not decodes:
         return None

@@ -1,9 +1,10 @@
 """Send the first token of a request when the prefill worker answers (`--early-token-pause-ms`).
 
-The answer of a prefill call has the first token. The client can get it now, and wait for the KV
-between its first and second token, or get it from the decode worker after the KV has moved. The
-first is better if the pause is short. The decode worker repeats the token; the repeated one is
-dropped.
+The answer of a prefill call has the first token. The client can get this token at once, and then
+waits for the transfer of the KV between its first and its second token. Or it gets the first token
+from the decode worker, after the transfer. To send the token at once is better if the pause after
+it is short. The decode worker generates the first token in any case. If the client has it already,
+the repeated token is dropped.
 """
 
 from __future__ import annotations
@@ -17,19 +18,21 @@ from dynamo_trtllm.frontend.routing.attempt import feature_with_state
 from dynamo_trtllm.protocol.errors import StreamIncomplete
 from dynamo_trtllm.protocol.messages import Chunk, KvTransferParams, Sampling, TokenIds
 
-# How much the newest pause counts for the mean, and for the mean deviation: as for round-trip times
-# of TCP (RFC 6298, section 2).
-_OF_MEAN: Final = 1 / 8
-_OF_DEVIATION: Final = 1 / 4
-# So many mean deviations above the mean, about one of twenty pauses is longer.
-_DEVIATIONS: Final = 2.0
-# Longer pauses count as this long, so that one of them is soon forgotten.
+# The weights of the newest pause in the mean and in the mean deviation of all pauses. They are
+# those of round-trip times of TCP (RFC 6298, section 2).
+_MEAN_WEIGHT: Final = 1 / 8
+_DEVIATION_WEIGHT: Final = 1 / 4
+# A pause is expected to be at most this many mean deviations above the mean. About one of twenty
+# pauses is longer.
+_MAX_DEVIATIONS: Final = 2.0
+# Longer pauses count as this long, so that one very long pause is soon forgotten.
 _LONGEST_S: Final = 1.0
-_MAX_WORKERS: Final = 8192  # that are known at once, with those that have left
+# Limit of the workers whose pauses are known. Workers that have left count, too.
+_MAX_WORKERS: Final = 8192
 
 
-class _Pause(NamedTuple):
-    """The pauses of one decode worker lately."""
+class _PauseEstimate(NamedTuple):
+    """The mean and the mean deviation of the recent pauses of one decode worker."""
 
     mean_s: float
     deviation_s: float
@@ -39,7 +42,7 @@ class _Pause(NamedTuple):
 class DecodePauses:
     """How long decode workers lately took from their call to their first answer."""
 
-    _by_worker: dict[int, _Pause] = field(default_factory=dict)
+    _by_worker: dict[int, _PauseEstimate] = field(default_factory=dict)
 
     def note(self, decode_id: int, seconds: float) -> None:
         """Note the time of one call."""
@@ -48,28 +51,31 @@ class DecodePauses:
         if last is None:
             if len(self._by_worker) >= _MAX_WORKERS:
                 self._by_worker.pop(next(iter(self._by_worker)))
-            self._by_worker[decode_id] = _Pause(seconds, seconds / 2)
+            self._by_worker[decode_id] = _PauseEstimate(seconds, seconds / 2)
             return
         difference = seconds - last.mean_s
-        self._by_worker[decode_id] = _Pause(
-            last.mean_s + _OF_MEAN * difference,
-            last.deviation_s + _OF_DEVIATION * (abs(difference) - last.deviation_s),
+        self._by_worker[decode_id] = _PauseEstimate(
+            last.mean_s + _MEAN_WEIGHT * difference,
+            last.deviation_s + _DEVIATION_WEIGHT * (abs(difference) - last.deviation_s),
         )
 
     def is_short(self, decode_id: int, limit_s: float) -> bool:
-        """Return whether the next call will probably take at most this time.
+        """Return whether the next call will probably be answered within this time.
 
-        False: it is not known.
+        Return False for a worker without a known pause, too.
         """
         pause = self._by_worker.get(decode_id)
-        return pause is not None and pause.mean_s + _DEVIATIONS * pause.deviation_s <= limit_s
+        if pause is None:
+            return False
+        expected_s = pause.mean_s + _MAX_DEVIATIONS * pause.deviation_s
+        return expected_s <= limit_s
 
 
 def early_chunk(sampling: Sampling, kv_params: KvTransferParams) -> Chunk | None:
-    """Return the first token as the client gets it; None: it comes from the decode worker.
+    """Return the first token as the client gets it; None: it must come from the decode worker.
 
-    With a grammar, penalties or a seed, some engines sample the first token again, and a stream
-    that has begun can't continue on every other worker.
+    It must do so if the request has a grammar, penalties or a seed: with these, some engines sample
+    the first token again, and a stream that has begun can't continue on every other worker.
     """
     first_ids = kv_params.first_token_ids
     logprobs = kv_params.first_logprobs
@@ -81,19 +87,22 @@ def early_chunk(sampling: Sampling, kv_params: KvTransferParams) -> Chunk | None
 
 
 def without_repeated(chunk: Chunk, sent_ids: TokenIds) -> tuple[Chunk, TokenIds]:
-    """Return a chunk of a decode call without tokens that the client has, and which of them follow.
+    """Return a chunk without the tokens that the client already has.
+
+    Return also the tokens that the client has and that later chunks must repeat.
 
     Args:
-        chunk: of the decode call.
-        sent_ids: the tokens that the client has and that were not repeated yet.
+        chunk: a chunk of the decode call.
+        sent_ids: the tokens that the client has and that the decode call has not repeated yet.
 
     Raises:
-        StreamIncomplete: the call has other tokens, or ends before it has repeated all.
+        StreamIncomplete: the decode call has other tokens, or ends before it has repeated all.
     """
     num_repeated = min(len(chunk.token_ids), len(sent_ids))
     still_to_come = sent_ids[num_repeated:]
-    has_ended = chunk.finish_reason is not None
-    if chunk.token_ids[:num_repeated] != sent_ids[:num_repeated] or (has_ended and still_to_come):
+    has_other_tokens = chunk.token_ids[:num_repeated] != sent_ids[:num_repeated]
+    ends_too_early = chunk.finish_reason is not None and len(still_to_come) > 0
+    if has_other_tokens or ends_too_early:
         raise StreamIncomplete(
             "the decode worker did not begin with the first token of the prefill worker; use"
             " engines of the same version, or --early-token-pause-ms 0"

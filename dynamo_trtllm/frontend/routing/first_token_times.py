@@ -6,7 +6,7 @@ from __future__ import annotations
 class FirstTokenTimes:
     """How long recent choices took from their beginning to their first token.
 
-    It is estimated as TCP estimates the time of round trips: by a mean and a mean deviation.
+    The times are estimated as TCP estimates round-trip times: by a mean and a mean deviation.
     """
 
     def __init__(self) -> None:
@@ -14,13 +14,14 @@ class FirstTokenTimes:
         self._deviation_s = 0.0
 
     def note(self, seconds: float) -> None:
-        """Count a choice."""
+        """Count the time of a choice."""
         if self._mean_s is None:
             self._mean_s = seconds
             return
-        off_s = seconds - self._mean_s
-        self._mean_s += off_s / 8
-        self._deviation_s += (abs(off_s) - self._deviation_s) / 4
+        difference_s = seconds - self._mean_s
+        # The weights 1/8 and 1/4 of the newest time are those of TCP (RFC 6298, section 2).
+        self._mean_s += difference_s / 8
+        self._deviation_s += (abs(difference_s) - self._deviation_s) / 4
 
     @property
     def expected_s(self) -> float:

@@ -24,23 +24,24 @@ class Signal(Enum):
 
     START = auto()
     CANCEL = auto()
-    WORKERS_CHANGED = auto()  # ends `wait_for_workers`, as does the next one
-    WAIT_TIMED_OUT = auto()
-    SLOT_RESERVED = auto()  # the success of `reserve_decode_slot`
-    WORKER_LISTENS = auto()  # the success of `check_worker`
+    WORKERS_CHANGED = auto()  # ends `wait_for_workers`
+    WAIT_TIMED_OUT = auto()  # ends `wait_for_workers`, too
+    SLOT_RESERVED = auto()  # `reserve_decode_slot` has succeeded
+    WORKER_LISTENS = auto()  # `check_worker` has found that the worker's process runs
 
 
 FlowEvent: TypeAlias = Signal | KvTransferParams | StreamEvent
 """A signal, the answer of `reissue_params`, or an event of the current call.
 
-An error is the event of a reservation, an issue of parameters, a call or a check that failed.
+An error is the event of a failure: of a reservation, of `reissue_params`, of a call or of a check.
 """
 
 
 class FlowDriver(Protocol):
     """The methods that a flow calls for a request.
 
-    No method calls the flow. What a method starts ends with an event later.
+    No method calls the flow. A wait, a reservation, a call or a check that a method starts ends
+    with an event later.
     """
 
     def select(
@@ -49,8 +50,8 @@ class FlowDriver(Protocol):
         """Return the workers of an attempt, or the error that says why there are none.
 
         Args:
-            attempt: number of the attempt. It is the same as before if the selection before found
-                no workers.
+            attempt: number of the attempt. If a selection finds no workers, the next selection is
+                for the same attempt.
             excluded: instances that failed this request.
             avoid: a prefill instance whose KV transfer failed; it is used only if there is no
                 other.
@@ -79,17 +80,17 @@ class FlowDriver(Protocol):
         """Start a call."""
 
     def is_pause_short(self, decode: Instance) -> bool:
-        """Return whether the client may get the first token before it is called."""
+        """Return whether the client may get the first token before the decode worker is called."""
 
     def cancel_call(self) -> None:
-        """Cancel the current call, whose answer is of no use. No event of it follows."""
+        """Cancel the current call, whose answer is of no use. No event of this call follows."""
 
     def collect_kv(self, prefill: Instance, decode: Instance, request: GenerateRequest) -> None:
         """Let a decode worker fetch the KV of a cancelled request, because nothing else frees it.
 
         Args:
-            prefill: the worker that holds it, or may hold it soon.
-            decode: the worker that fetches it.
+            prefill: the worker that holds the KV, or may hold it soon.
+            decode: the worker that fetches the KV.
             request: the decode call in progress. If the prefill call is still in progress, it has
                 no KV transfer parameters.
         """
@@ -112,10 +113,10 @@ class FlowDriver(Protocol):
         """
 
     def is_death_explained(self, worker: Instance) -> bool:
-        """Return whether another request was given up that has probably ended a worker."""
+        """Return whether another request, which was given up, has probably ended a worker."""
 
     def end_trial(self) -> None:
-        """Free the workers of a suspect for others, because it has settled."""
+        """Free the workers of a suspect for other suspects, because the suspect has settled."""
 
     def record_failure(self, worker: Instance, error: DynamoError, next_step: str | None) -> None:
         """Record that a call failed.
@@ -134,17 +135,18 @@ class RouterOptions:
     Calls that a worker did not accept do not count as retries or migrations.
     """
 
-    # Limit for a request of which no decode call has generated a token. All workers are tried again
-    # as often.
+    # Limit of the attempts after the first one, while no decode call has generated a token of the
+    # request. After all workers have failed, all of them are tried again up to this many times.
     retries: int = 3
-    migrations: int = 3  # limit for a request after that
+    migrations: int = 3  # limit of the further attempts once a decode call has generated a token
     hold_s: float = 0.0  # longest wait for a role that has no instance
     # If there is no cost placement: select at random instead of round robin.
     selects_at_random: bool = False
     # Send the first token when the prefill worker answers, if the pause after it is at most this
     # long: see `early_token`. 0: never.
     early_token_pause_s: float = 0.0
-    # The same as a part of a request's own limit between tokens, if it has one.
+    # A request with a limit of its own between tokens uses this part of its limit in place of
+    # `early_token_pause_s`.
     early_token_part: float = 0.0
     # The limit between tokens of requests that set none. Elastic workers get it with each call.
     # None: there is no limit.

@@ -1,10 +1,10 @@
 """Decide what happens next to a request: a state machine without I/O, clocks and tasks.
 
-`request_router` passes events to `GenerationFlow.handle` and is the driver that it calls. Only this
-module knows that a request is a prefill call and a decode call, and how a request continues after a
-call has failed. A request is retried if no decode call has generated a token of it. Otherwise it
-migrates. If the client has tokens, prompt and output so far become the prompt of the rest. A greedy
-engine then generates the same tokens as without the failure.
+`request_router` passes events to `GenerationFlow.handle`, and implements the driver that the flow
+calls. Only this module knows that a request is a prefill call and a decode call, and how a request
+continues after a call has failed. If no decode call has generated a token of the request, it is
+retried. Otherwise it migrates. In both cases, the prompt of the next attempt also has the tokens
+that the client already has. So a greedy engine generates the same output as without the failure.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ from dynamo_trtllm.protocol.messages import (
 )
 from dynamo_trtllm.protocol.streams import StreamEvent
 
-# A second failure of a KV transfer is not retried: each has waited for its time limit.
+# How many failed KV transfers of a request are retried. It is only one, because a failed transfer
+# may have taken the whole time limit of transfers.
 _MAX_TRANSFER_FAILURES = 1
 
 
@@ -88,16 +89,17 @@ class GenerationFlow:
 
     Some prefill workers ignore that release, and free KV only when it is fetched. After a cancel,
     the driver lets a decode worker fetch that KV. After an error of the decode call, no worker
-    fetches it again: the call may have fetched the KV, and another fetch might wait for KV that is
-    gone. The timeout of the engine's library (vLLM, TensorRT-LLM) frees it then.
+    fetches the KV again: the call may have fetched it, and another fetch might wait for KV that is
+    gone. KV that was not fetched is then freed by the timeout of the engine's library (vLLM,
+    TensorRT-LLM).
 
     Args:
         driver: does what the flow decides.
         request: the request of the client, with its whole prompt.
         timeline: filled while the request runs.
         options: limits of retries, migrations and waits.
-        selection: the workers of a probe. A probe is one attempt, which is not retried. Its caller
-            records its success. None: the request is no probe.
+        selection: the workers of a probe. A probe is one attempt, which is not retried. The caller
+            of a probe records its success. None: the request is no probe.
     """
 
     def __init__(
@@ -110,30 +112,31 @@ class GenerationFlow:
     ) -> None:
         self.state = State.NEW
         self.request = request
-        self._driver = driver  # `_end` deletes it
+        self._driver = driver  # `_end` deletes this attribute
         self._timeline = timeline
         self._options = options
         self._fixed_selection = selection
         self._is_probe = selection is not None
         self._attempt: Attempt | None = None
-        # The attempt has begun and settled, so its tokens only have to be passed on.
+        # The decode call has begun, and nothing is left to decide about its tokens until it ends.
         self._passes_tokens = False
         self._num_attempts = 0
         self._sent_ids: TokenIds = token_ids()  # tokens sent to the client by all attempts
-        self._num_sent_early = 0  # those of prefill calls, see `early_token`
+        self._num_sent_early = 0  # how many of them came from prefill calls, see `early_token`
         self._error: DynamoError | None = None  # the error of the last attempt
         self._excluded: set[int] = set()  # instances that failed this request
         self._avoid: int | None = None  # a prefill instance whose KV transfer failed
         self._num_transfer_failures = 0
-        # Failures that do not use up retries and migrations: another request ended the worker.
-        self._num_explained = 0
+        # How many workers died during a call of this request because of another request. Such
+        # deaths use up no retries and migrations.
+        self._num_explained_deaths = 0
         self._num_rounds = 0  # how often all instances were tried again
         self._rounds_at_attempt = 0  # `_num_rounds` when the current attempt began
         # The wait for other workers has timed out, and no attempt or round has begun since.
         self._wait_timed_out = False
         # This request has probably crashed its last worker: see `suspects`.
         self.is_prime_suspect = False
-        # As a prime suspect, it waits for workers that run no other suspect.
+        # The request waits, as a prime suspect, for workers on which no other suspect is tried.
         self.awaits_trial = False
 
     def handle(self, event: FlowEvent) -> StreamEvent | None:
@@ -195,8 +198,9 @@ class GenerationFlow:
     def _select(self, *, is_last_resort: bool = False) -> StreamEvent | None:
         """Begin an attempt.
 
-        Without workers, wait for others. If none comes, try pairs that were never probed
-        (`is_last_resort`), and then all instances again, also those that have failed (a round).
+        Without workers, wait for other workers. If none comes, try pairs that were never probed
+        (`is_last_resort`). After that, try all instances again, also those that have failed. This
+        is a round.
         """
         if self.awaits_trial and not self._timeline.suspicion.unexplained_deaths():
             # The deaths are explained by another request, or the worker works again.
@@ -226,20 +230,24 @@ class GenerationFlow:
         return self._end(self._error or selected)
 
     def _wait_limit_s(self) -> float | None:
-        """Return how long after the begin of the attempt to wait for workers; None: do not wait.
+        """Return until when to wait for workers, in seconds after the attempt's first selection.
 
-        All instances may have failed because of the network. Each pause before they are tried again
-        is twice the one before; their sum is `hold_s`. If none has failed, wait for the rest of it.
+        All instances may have failed because of the network, so they are tried again after a pause.
+        Each pause is twice as long as the one before, and all pauses together take `hold_s`. If no
+        instance has failed since the last pause, wait for the rest of `hold_s`.
+
+        None: do not wait.
         """
         retries = self._options.retries
         hold_s = self._options.hold_s
         if self.awaits_trial:
             return hold_s
         if isinstance(self._error, errors.Overloaded) and not self._sent_ids:
-            # Waiting frees no capacity, and the client can try again. A begun stream waits.
+            # Waiting frees no capacity, and the client can try again. It can't if its stream has
+            # begun, so then the request waits.
             return None
         if not self._excluded and not self._rounds_at_attempt:
-            return hold_s  # what follows has the same result, but divides by 0 without retries
+            return hold_s  # the formula below gives the same, but divides by 0 without retries
         if self._excluded and self._num_rounds >= retries:
             return None
         # The pauses are 1, 2, 4, … 2**(retries-1) times the shortest one.
@@ -345,6 +353,7 @@ class GenerationFlow:
 
     def _on_prefill_chunk(self, attempt: Attempt, chunk: Chunk) -> StreamEvent | None:
         if chunk.finish_reason is None:
+            # Only the last chunk of a prefill call has the KV transfer parameters.
             return None
         attempt.params = chunk.kv_params
         announces_kv = chunk.finish_reason is FinishReason.KV_TRANSFER
@@ -358,6 +367,7 @@ class GenerationFlow:
             return self._attempt_failed(attempt, errors.StreamIncomplete(text))
         self._timeline.prefill_stats = chunk.stats
         if chunk.kv_params is None:
+            # The answer is complete without a decode call.
             self._free()
             return self._end(chunk)
         attempt.request = msgspec.structs.replace(
@@ -403,7 +413,7 @@ class GenerationFlow:
             other = self._driver.select_other_decode(attempt.prefill, attempt.tried)
         if other is None:
             return self._attempt_failed(attempt, error)
-        # The other instance fetches the same KV, without a slot.
+        # The other instance fetches the same KV, without a reserved slot.
         self._driver.record_failure(attempt.decode, error, f"using {other.id:x}")
         self._free_slot(attempt)
         attempt.decode = other
@@ -472,7 +482,7 @@ class GenerationFlow:
             return None
         final_error = self._driver.record_death(attempt.worker)
         if self._driver.is_death_explained(attempt.worker):
-            self._num_explained += 1
+            self._num_explained_deaths += 1
         # A prime suspect is charged with two deaths, or with this one soon after its call began.
         deaths = self._timeline.suspicion.unexplained_deaths()
         is_charged_with_this = any(death.instance_id == attempt.worker.id for death in deaths)
@@ -491,9 +501,9 @@ class GenerationFlow:
         """
         if not error.retryable:
             return error
-        # A call that its worker did not accept is not counted (see `RouterOptions`). Nor is one
-        # that an elastic worker refused because it holds too much KV for others: each of them may
-        # refuse it before one runs the whole request.
+        # A call that its worker did not accept is not counted (see `RouterOptions`). A call that an
+        # elastic worker refused because it holds too much KV for others is not counted, either:
+        # each elastic worker may refuse the call before one of them runs the whole request.
         is_kv_full = isinstance(error, errors.KvTransfersFull)
         is_counted = not is_kv_full and not errors.is_worker_unavailable(error)
         has_decode_tokens = len(self._sent_ids) > self._num_sent_early
@@ -502,7 +512,7 @@ class GenerationFlow:
                 self._timeline.count_retry()
             if isinstance(error, errors.KvTransferError):
                 self._num_transfer_failures += 1
-            max_retries = self._options.retries + self._num_explained
+            max_retries = self._options.retries + self._num_explained_deaths
             has_retries = self._timeline.retries <= max_retries
             if not has_retries or self._num_transfer_failures > _MAX_TRANSFER_FAILURES:
                 return error
@@ -512,7 +522,7 @@ class GenerationFlow:
             return _migration_failed(error, feature)
         if is_counted:
             self._timeline.count_migration()
-        max_migrations = self._options.migrations + self._num_explained
+        max_migrations = self._options.migrations + self._num_explained_deaths
         return error if self._timeline.migrations > max_migrations else None
 
     def _start_kv_collection(self) -> bool:
@@ -557,8 +567,9 @@ class GenerationFlow:
             self._driver.send_control(attempt.prefill, ReleaseKv(params.transfer_id, outcome))
 
     def _end(self, event: StreamEvent | None = None) -> StreamEvent | None:
-        # The driver refers to this flow. An error refers to frames, and these to this flow. So if
-        # the flow referred to the driver or to an error, a cycle would keep the request in memory.
+        # The driver refers to this flow. An error refers to the stack frames of its traceback, and
+        # these frames refer to this flow, too. So if the flow still referred to the driver or to an
+        # error, a reference cycle would keep the request in memory.
         self.state = State.ENDED
         self._attempt = None
         self._error = None

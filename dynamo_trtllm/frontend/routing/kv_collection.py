@@ -1,10 +1,10 @@
 """Fetch the KV of requests that were cancelled, where nothing else frees it at the prefill worker.
 
 TensorRT-LLM frees the KV of a finished prefill call when a decode worker has fetched it, or after a
-timeout of about a minute. Neither a release nor an abort does (`release_kv` in
+timeout of about a minute. A release or an abort does not free it (`release_kv` in
 engines/trtllm/library.py has the sources). After many cancels, a prefill worker would hold nothing
 but such KV, and reject prompts. NVIDIA Dynamo therefore sends the decode call even if the client
-has left. Workers say that they are of this kind with `Instance.keeps_unfetched_kv`.
+has left. Workers that behave so have `Instance.keeps_unfetched_kv`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dynamo_trtllm.protocol.streams import StreamEvent
 
 log = logging.getLogger(__name__)
 
-_LOWEST_PRIORITY = 1 << 20  # behind that of every request
+_LOWEST_PRIORITY = 1 << 20  # the priority of a collection, which comes after all requests
 
 COLLECTED = "ok"
 NOTHING = "nothing"  # the prefill call ended without KV
@@ -102,7 +102,8 @@ class KvCollector:
         elif call is not None and call.stop():
             self._begin(prefill, decode, request).follow_prefill(call)
         elif call is not None:
-            call.cancel()  # the worker may not have received the call
+            # The call has ended already, or the worker may not have received it.
+            call.cancel()
 
     def _begin(self, prefill: Instance, decode: Instance, request: GenerateRequest) -> KvCollection:
         collection = KvCollection(self, prefill, decode, request)
@@ -145,7 +146,7 @@ class KvCollector:
 class KvCollection:
     """One collection, which one of the two methods `follow_...` begins.
 
-    It ends with the first chunk of its decode call, with an error of it, or after `collection_s`.
+    It ends with the first chunk or the error of its decode call, or after `collection_s`.
     """
 
     __slots__ = (
@@ -180,7 +181,7 @@ class KvCollection:
         call.redirect(self._on_prefill_event)
 
     def follow_decode(self, call: StreamReceiver | None, kv_params: KvTransferParams) -> None:
-        """Wait for the first chunk of a decode call that runs. None: start another one."""
+        """Wait for the first chunk of a running decode call. If `call` is None, start a call."""
         if call is None:
             self._fetch(kv_params)
             return

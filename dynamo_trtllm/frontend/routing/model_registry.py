@@ -1,7 +1,7 @@
 """Hold the models that a frontend serves, updated from discovery, and report which are ready.
 
-The frontend has no model files of its own. It fetches those that a card names from a worker, by
-content hash.
+The frontend has no model files of its own. It fetches the files that a card names from a worker, by
+their content hash.
 """
 
 from __future__ import annotations
@@ -58,20 +58,22 @@ from dynamo_trtllm.support.background import cancel_all, in_thread
 
 log = logging.getLogger(__name__)
 
-# Limit of one card's files together. The size that a worker sends is not trusted.
+# Limit of the total size of one card's files. The size that a worker sends is not trusted.
 MAX_FILES_BYTES: Final = 256 << 20
 _ERROR_CHARS: Final = 300  # longest quoted library error, in characters
 NO_WORKER: Final = "no worker has registered yet"
-MAX_WORKER_CHANGES: Final = 64  # the latest ones, which the console shows
+MAX_WORKER_CHANGES: Final = 64  # how many of the latest changes are kept for the console
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegistryTiming:
     """Waits of a `ModelRegistry` in seconds. Users can't change them; tests do."""
 
-    retry_s: float = 1.0  # between attempts to fetch a card's files while no worker answers
-    # Until the rest of a renderer is loaded if no long prompt came: this takes 3 s of CPU time, and
-    # the first minute of a frontend is busy.
+    # The pause between attempts to fetch a card's files while no worker answers.
+    retry_s: float = 1.0
+    # From the load of a model until the rest of its renderer is loaded, if no long prompt needs the
+    # rest sooner. Loading the rest takes 3 s of CPU time, and the first minute of a frontend is
+    # busy.
     preload_after_s: float = 60.0
 
 
@@ -95,7 +97,7 @@ class ModelRegistry:
     _discovery: Discovery
     _plane: RequestPlane
     _namespace: str
-    # With them, a model is ready only after one of its pairs has worked.
+    # With breakers, a model is ready only after one of its pairs has worked.
     _breakers: PairBreakers | None = None
     _timing: RegistryTiming = TIMING
 
@@ -106,10 +108,10 @@ class ModelRegistry:
         self._loading: dict[str, asyncio.Task[None]] = {}
         # The timers of preloads, by model.
         self._preload_timers: dict[str, asyncio.TimerHandle] = {}
-        self._rejected: dict[str, str] = {}  # etcd key to reason
-        self.share_table: ShareTable | None = None  # the last valid one
+        self._rejected: dict[str, str] = {}  # why records are rejected, by etcd key
+        self.share_table: ShareTable | None = None  # the last valid table
         self.synced = asyncio.Event()  # set once discovery has reported everything registered
-        # The latest ones, the oldest first.
+        # The latest changes, the oldest first.
         self.worker_changes: deque[WorkerChange] = deque(maxlen=MAX_WORKER_CHANGES)
 
     def get(self, name: str, tenant: Tenant | None = None) -> ServedModel:
@@ -156,7 +158,7 @@ class ModelRegistry:
         timer = self._preload_timers.pop(name, None)
         if timer is not None:
             timer.cancel()
-            # It runs in asyncio's threads, and takes none of the few threads for requests.
+            # The preload runs in asyncio's threads, and takes none of the few threads for requests.
             preload = self._served[name].renderer.preload
             loading = asyncio.get_running_loop().run_in_executor(None, preload)
             loading.add_done_callback(preloaded)
@@ -222,7 +224,8 @@ class ModelRegistry:
             quarantined_pairs = [
                 (name, pair) for name, pair in _with_models(pairs) if pair in quarantined
             ]
-        # Quarantined pairs come first. The others follow, without a second row for the former.
+        # Quarantined pairs come first, and all pairs follow. Each quarantined pair may thus come
+        # twice, so that many pairs more are taken before `dict.fromkeys` removes duplicates.
         first_pairs = islice(
             chain(quarantined_pairs, _with_models(pairs)), limit + len(quarantined_pairs)
         )
@@ -286,7 +289,8 @@ class ModelRegistry:
     def _add(self, instance: Instance) -> None:
         name = instance.card.name
         log.info("%s worker %x registered: model %s", instance.role, instance.id, name)
-        if self._view.instance(instance.id) is None:  # otherwise only its record has changed
+        is_new = self._view.instance(instance.id) is None  # otherwise, its record has changed
+        if is_new:
             self.worker_changes.append(WorkerChange(instance, is_added=True, at=time.time()))
         self._view.add(instance)
         self._warn_of_another_card(instance)
@@ -337,6 +341,7 @@ class ModelRegistry:
             )
 
     def _load_changed(self) -> None:
+        """Begin to load each model whose card in use is not loaded."""
         for name in self._view.models():
             if name not in self._loading and self._card_to_load(name) is not None:
                 self._loading[name] = asyncio.create_task(self._load(name), name=f"load {name}")
@@ -388,12 +393,12 @@ class ModelRegistry:
             del self._loading[name]
 
     async def _fetch_all(self, card: ModelDeploymentCard) -> dict[str, bytes]:
-        """Fetch the card's files and return them by name. Raises as `_fetch`."""
+        """Fetch the card's files and return them by name. Raises the errors of `_fetch`."""
         files: dict[str, bytes] = {}
-        left = MAX_FILES_BYTES
+        bytes_left = MAX_FILES_BYTES
         for file, sha256 in card.files.items():
-            files[file] = await self._fetch(card.name, sha256, left)
-            left -= len(files[file])
+            files[file] = await self._fetch(card.name, sha256, bytes_left)
+            bytes_left -= len(files[file])
         return files
 
     async def _fetch(self, name: str, sha256: str, max_bytes: int) -> bytes:
@@ -413,7 +418,7 @@ class ModelRegistry:
     async def _fetch_from(self, worker: Instance, sha256: str, max_bytes: int) -> bytes:
         """Fetch the file in chunks.
 
-        Raises BadFrame for a wrong content or size, and as `PlaneClient.control`.
+        Raises BadFrame if the content or a size is wrong, and the errors of `PlaneClient.control`.
         """
         data = bytearray()
         total_bytes: int | None = None
@@ -482,7 +487,7 @@ def _with_models(pairs: Mapping[str, Iterable[Pair]]) -> Iterator[tuple[str, Pai
             yield name, pair
 
 
-_MAX_NAMED = 20  # pairs or instances in a message
+_MAX_NAMED = 20  # limit of the pairs or instances that a message names
 
 
 def not_ready_reason(view: ModelView, name: str, breakers: PairBreakers | None) -> str | None:

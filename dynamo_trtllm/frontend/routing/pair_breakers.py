@@ -4,9 +4,10 @@ Requests and probes record what they see (`FleetHealth`); selection reads it. A 
 accept a call is avoided for a while (`Cooldown`). A pair has a circuit breaker (`PairBreakers`).
 
 After some failures in a row the breaker of a pair opens, and the pair gets no requests. When the
-open time is over, one probe is sent. It closes the breaker or opens it for longer. With probes, a
-new pair gets no requests before its first probe, and only a probe can clear a pair that gave wrong
-answers: the right answer to a request is not known. Callers pass the time.
+open time is over, one probe is sent. Its outcome closes the breaker, or opens it for longer. In a
+frontend with probes, a new pair gets no requests before its first probe. Only a probe can clear a
+pair that gave wrong answers, because the right answer to a request is not known. Callers pass the
+time.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from dynamo_trtllm.protocol.errors import (
 
 log = logging.getLogger(__name__)
 
-# Limit of the statuses of pairs. Pairs that failed or were probed have a status in any case.
+# Limit of the pairs that have a status because they worked for a request. Pairs that failed or were
+# probed have a status in any case.
 MAX_STATUSES: Final = 1 << 15
 _MAX_DOUBLINGS = 30  # prevents an overflow for a pair that fails for days
 
@@ -48,7 +50,7 @@ class BreakerLimits:
     """The failures that open a breaker, and the time for which it stays open."""
 
     failures: int = 3  # failures in a row after which the breaker opens
-    open_s: float = 5.0  # doubled each time it opens again
+    open_s: float = 5.0  # the first open time; it doubles each time the breaker opens again
     max_open_s: float = 120.0
 
 
@@ -65,8 +67,8 @@ class PairStatus:
     # The last answers of the pair to a probe were wrong. Only a probe can clear this.
     is_wrong: bool = False
     is_proven: bool = False  # a probe has passed since the pair was last wrong
-    # When it began to work, or was last too busy for a probe. Until it is proven, its next probe is
-    # due soon after this time.
+    # When the pair began to work, or was last too busy for a probe. Until the pair is proven, its
+    # next probe is due soon after this time.
     tried_at: float = 0.0
 
 
@@ -90,7 +92,7 @@ class PairBreakers:
         self._half_open_at = math.inf
         # Each change of `open_partners` replaces this object, so that results can be cached.
         self.revision = object()
-        # Pairs that may be due earlier than before. The probes empty it.
+        # Pairs whose next probe may be due earlier than before. `PairProbes` empties this set.
         self.rescheduled: set[Pair] = set()
 
     def withhold(self, pairs: Iterable[Pair]) -> None:
@@ -110,7 +112,7 @@ class PairBreakers:
             self._update(pair)
 
     def _ensure_status(self, pair: Pair) -> PairStatus:
-        """Return the status of a pair. If it has none, it gets one."""
+        """Return the status of a pair. A pair without a status gets one."""
         status = self._statuses.get(pair)
         if status is None:
             status = PairStatus()
@@ -119,6 +121,7 @@ class PairBreakers:
         return status
 
     def _index(self, pair: Pair) -> None:
+        """Add a pair to the pairs of its instances."""
         for instance_id in pair:
             if instance_id is not None:
                 self._pairs_of[instance_id].add(pair)
@@ -147,13 +150,14 @@ class PairBreakers:
             # The request began before the pair was withheld or wrong, and its answer may be wrong.
             if pair in self._withheld or (status is not None and status.is_wrong):
                 return False
-            # Thousands of workers have millions of pairs. One without a status gets requests, too.
+            # Thousands of workers have millions of pairs, so not each of them can have a status. A
+            # pair without a status gets requests, too.
             if status is None and len(self._statuses) >= MAX_STATUSES:
                 return False
         if status is None:
             status = self._ensure_status(pair)
-        changed = status.state is not PairState.WORKING
-        if changed:
+        begins_to_work = status.state is not PairState.WORKING
+        if begins_to_work:
             status.state = PairState.WORKING
             status.reason = ""
             status.failures = 0
@@ -167,7 +171,7 @@ class PairBreakers:
             status.is_proven = True
             status.is_wrong = False
         status.seen_at = now
-        return changed
+        return begins_to_work
 
     def record_failure(
         self, pair: Pair, reason: str, now: float, *, is_wrong: bool = False
@@ -183,8 +187,8 @@ class PairBreakers:
         status = self._ensure_status(pair)
         status.reason = reason
         status.seen_at = now
-        # If this is the failed first probe of a new pair: from now on, its failures decide whether
-        # it gets requests.
+        # If this was the first probe of a new pair, the pair is withheld no longer: from now on,
+        # its failures decide whether it gets requests.
         self._withheld.discard(pair)
         self._update(pair)
         if is_wrong:
@@ -192,7 +196,8 @@ class PairBreakers:
             status.is_proven = False
         was_quarantined = status.state is PairState.QUARANTINED
         if was_quarantined and now < status.open_until:
-            # The call began before the quarantine. Many such calls must not count as failed probes.
+            # The call began before the quarantine. Such calls may be many, and must not count as
+            # failed probes.
             return False
         status.failures += 1
         # A quarantined pair has failed its probe: the breaker opens again.
@@ -214,17 +219,19 @@ class PairBreakers:
 
         Return True if the pair worked before.
 
-        The breaker does not count this, because it says nothing about KV transfers. The next
-        successful transfer makes the pair working again.
+        The breaker does not count this, because the failed call says nothing about KV transfers.
+        After the next successful transfer, the pair is working again.
         """
         status = self._ensure_status(pair)
         worked = status.state is PairState.WORKING
         status.seen_at = now
         self.rescheduled.add(pair)
-        if pair in self._open:
+        is_open = pair in self._open
+        # A half-open breaker waits for the outcome of a KV transfer, so its state stays.
+        is_half_open = status.state is PairState.QUARANTINED and not is_open
+        if is_open:
             status.open_until = max(status.open_until, now + self._limits.open_s)
-        elif status.state is not PairState.QUARANTINED:
-            # Otherwise the breaker is half open, and the outcome of a KV transfer decides.
+        elif not is_half_open:
             status.state = PairState.FAILING
             status.reason = reason
         return worked
@@ -252,7 +259,7 @@ class PairBreakers:
 
         The outcome of these requests decides whether a breaker closes.
         """
-        # This is called per request, so it usually takes only this comparison.
+        # Each request calls this method, so usually the method does only this comparison.
         if now < self._half_open_at:
             return
         due = [pair for pair in self._open if self._statuses[pair].open_until <= now]
@@ -269,8 +276,8 @@ class PairBreakers:
     def may_be_right(self, pair: Pair) -> bool:
         """Return False if no probe has tested the pair, or if its answers were wrong.
 
-        Aggregated requests avoid a worker if this is False for all of its pairs. They do not avoid
-        it because its KV transfers fail.
+        Aggregated requests avoid a worker if this is False for all of its pairs. Failures of its KV
+        transfers do not matter to them.
         """
         return pair not in self._withheld and not self.status(pair).is_wrong
 

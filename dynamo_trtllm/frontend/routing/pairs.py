@@ -52,10 +52,10 @@ def selected(prefill: Instance, decode: Instance) -> WorkerSelection:
 
 
 def can_transfer(prefill: Instance, decode: Instance, request: GenerateRequest) -> bool:
-    """Return whether the KV of a request fits what elastic instances have for KV transfers.
+    """Return whether elastic instances have enough blocks to transfer the KV of a request.
 
-    Otherwise, two of them that transfer KV to each other could wait for each other's blocks for
-    ever.
+    Without this limit, two elastic instances that transfer KV to each other could wait for each
+    other's blocks for ever. For instances with a fixed role there is no limit.
     """
     tokens = len(request.token_ids)
     for instance in (prefill, decode):
@@ -64,6 +64,7 @@ def can_transfer(prefill: Instance, decode: Instance, request: GenerateRequest) 
             return False
     if decode.role is not Role.ELASTIC:
         return True
+    # The decode call can always use the blocks that transfers for other workers may not take.
     limits = decode.limits
     blocks = ceil_div(tokens + request.sampling.max_tokens, decode.layout.block_tokens)
     return blocks <= limits.kv_blocks - limits.max_transfer_blocks

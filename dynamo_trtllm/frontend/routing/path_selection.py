@@ -4,15 +4,16 @@ There are up to four paths: a prefill worker and then a decode worker, or one wo
 whole request: a decode, prefill or aggregated worker.
 
 While an elastic worker generates tokens, its steps have few prompt tokens (`engines.chunk_size`).
-So its prompts take longer from its first stream on:
+So from the first stream on, its prompts take longer. Therefore:
 
 * Of the paths whose pressure is at most _SUFFICIENT, the one with the earliest first token is
-  taken. A whole request counts as if its worker had streams, because the next prompts there will
-  run beside its stream.
-* Streams of prefill workers go to elastic workers that have some already, while these have space
-  and their gaps stay below _SUFFICIENT of the limit. Workers that get no prompts share streams
-  evenly.
-* One without a share of decode calls runs a whole request only if there is no other path.
+  taken. A whole request counts as if its worker had streams, because the next prompts of this
+  worker will run beside its stream.
+* Streams of other prefill workers go first to elastic workers that already have streams, as long as
+  these workers have space and their gaps stay below _SUFFICIENT of the limit. Workers that get no
+  prompts share streams evenly.
+* An elastic worker without a share of decode calls runs a whole request only if there is no other
+  path.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ from dynamo_trtllm.frontend.routing.pairs import pair_of
 from dynamo_trtllm.frontend.routing.worker_forecast import WorkerForecast
 from dynamo_trtllm.protocol.messages import Instance, Role
 
-# Of two workers or paths whose pressures differ by less than this part, chance may choose either.
-# So frontends with the same reports do not all choose the same one.
+# If the pressures of two workers or paths differ by less than this part, chance may choose either.
+# So frontends with the same reports do not all choose the same worker.
 NEAR: Final = 0.1
-# Pressures below this one are nearly equal.
+# This is added to each pressure, so that pressures which are much lower count as nearly equal.
 _NEGLIGIBLE: Final = 0.01
 # A first token that is predicted later than this part of its limit counts as missed, because times
 # of first tokens are predicted with errors of about a tenth.
 _TTFT_PART: Final = 0.9
-# An elastic worker that has streams takes further ones before a worker that has none, up to this
-# pressure. Paths with elastic workers are chosen by their first token, up to this pressure.
+# Up to this pressure, an elastic worker that has streams gets further streams before a worker
+# without streams, and paths with elastic workers are chosen by their first token.
 _SUFFICIENT: Final = 0.8
-# Decode workers that are tried for a whole request: those with the shortest gaps.
+# How many decode workers are tried for a whole request: those of the best parts.
 _MAX_DECODES_ALONE: Final = 2
 _cached_tokens = attrgetter("cached_tokens")
 
@@ -61,11 +62,12 @@ class SloLimits(NamedTuple):
 
     ttft_s: float  # time to first token of the request
     itl_s: float  # time between two tokens of the request
-    # The same for requests that already run. A looser limit of this request does not loosen theirs.
+    # The time between two tokens of the requests that already run. Their limit stays the same even
+    # if this request has a looser one.
     others_itl_s: float
 
 
-class ChosenPath(msgspec.Struct, frozen=True):  # made in a third of the time of a named tuple
+class ChosenPath(msgspec.Struct, frozen=True):  # created in a third of the time of a named tuple
     """A path, and what is predicted for it."""
 
     path: Path
@@ -73,16 +75,18 @@ class ChosenPath(msgspec.Struct, frozen=True):  # made in a third of the time of
     decode: Instance
     cached_tokens: int  # tokens of the prompt that need not be computed
     ttft_s: float
-    gap_s: float  # the longest one of this request and of those that run on its workers
-    num_missed: int  # requests that miss a limit: this one, and those that it delays
-    pressure: float  # the largest ratio of a predicted time to its limit; above 1 it is missed
-    # Of sufficient paths with elastic workers, that with the shortest one of these times is taken.
-    # It is `ttft_s`, if the worker of a whole request had streams already.
+    # The longest gap between two tokens of this request, or of a request that runs on its workers.
+    gap_s: float
+    num_missed: int  # how many requests miss a limit: this request, and those that it delays
+    # The largest ratio of a predicted time to its limit. Above 1, a limit is missed.
+    pressure: float
+    # What `ttft_s` would be if the worker of a whole request had streams. Of sufficient paths with
+    # elastic workers, the path with the shortest of these times is taken.
     lasting_ttft_s: float
 
     @property
     def meets_slo(self) -> bool:
-        """Return whether the request keeps its limits, and those that run keep theirs."""
+        """Return whether this request and the running requests keep their limits."""
         return self.num_missed == 0
 
     @property
@@ -95,22 +99,23 @@ class _PathPart(msgspec.Struct, frozen=True):
     """What one worker adds to a path."""
 
     worker: WorkerForecast
-    num_missed: int  # this request if it misses a limit there, and those that it delays
-    # Parts are compared by it: the pressure, blurred and divided by the worker's share.
+    # How many requests miss a limit at this worker: this request, and those that it delays.
+    num_missed: int
+    # The pressure, blurred and divided by the worker's share. Parts are compared by this value.
     weighted_pressure: float
-    num_delayed: int  # requests there that miss a limit because of this one
+    num_delayed: int  # how many running requests of the worker miss a limit because of this one
     gap_s: float
     first_token_s: float = 0.0
-    is_last_resort: bool = False  # other workers are chosen before it
+    is_last_resort: bool = False  # other workers are chosen before this one
 
     @property
     def misses(self) -> bool:
-        """Return whether this request misses a limit there."""
+        """Return whether this request misses a limit at this worker."""
         return self.num_missed > self.num_delayed
 
 
-# Better parts come first.
-_order = attrgetter("num_missed", "is_last_resort", "weighted_pressure")
+# The sort key of parts: better parts come first.
+_order_of_part = attrgetter("num_missed", "is_last_resort", "weighted_pressure")
 
 
 def select_path(
@@ -126,37 +131,37 @@ def select_path(
     """Choose the path and the workers of a request.
 
     A path meets the SLO if the first token is predicted within _TTFT_PART of the limit, and no gap
-    between two tokens exceeds its limit: neither of this request nor of those that run on its
-    workers. Of these paths, the one with the least pressure is chosen (see `ChosenPath`), and with
-    elastic workers the one with the earliest first token, if it has at most _SUFFICIENT pressure. A
-    prefill worker runs a whole request only if no other path meets the SLO, because its stream
-    would delay the prompts after it.
+    between two tokens exceeds its limit: neither a gap of this request nor a gap of the requests
+    that run on its workers. Of these paths, the one with the least pressure is chosen (see
+    `ChosenPath`). With elastic workers, the path with the earliest first token is chosen of those
+    with at most _SUFFICIENT pressure. A prefill worker runs a whole request only if no other path
+    meets the SLO, because its stream would delay the prompts after it.
 
-    If no path meets the SLO, the one is chosen on which the fewest requests miss a limit, and of
-    these the one with the least pressure, a whole request on a prefill worker last. Streams that
-    miss their limit without this request, too, do not count. The caller may reject the request
-    instead.
+    If no path meets the SLO, the path is chosen on which the fewest requests miss a limit. Of
+    several such paths, a whole request on a prefill worker comes last, and otherwise the least
+    pressure decides. Streams that would miss their limit without this request do not count. The
+    caller may reject the request instead.
 
     Workers and paths whose pressures differ by less than NEAR are chosen by chance. An elastic
-    worker may be in both roles; its pressure is divided by its share. It is no pair with itself.
+    worker may be in both roles, but is no pair with itself. Its pressure is divided by its share.
 
     Args:
         prefills: prefill workers, all of one pairing key.
         decodes: decode workers of the same key.
         aggregated: aggregated workers.
-        limits: those of the request.
+        limits: the limits of the request.
         waited_s: for how long the request has waited since it arrived.
-        breakers: of the pairs.
+        breakers: the breakers of the pairs.
         random: returns numbers from 0 to 1.
 
     Returns:
         None: there is no path with a closed breaker.
     """
     paths: list[ChosenPath] = []
-    prefill_parts = sorted(
-        (_prompt_part(worker, limits, waited_s, random) for worker in prefills), key=_order
-    )
-    decode_parts = sorted((_decode_part(worker, limits, random) for worker in decodes), key=_order)
+    prefill_parts = [_prompt_part(worker, limits, waited_s, random) for worker in prefills]
+    prefill_parts.sort(key=_order_of_part)
+    decode_parts = [_decode_part(worker, limits, random) for worker in decodes]
+    decode_parts.sort(key=_order_of_part)
     pair = _best_pair(prefill_parts, decode_parts, limits, waited_s, breakers)
     if pair is not None:
         paths.append(pair)
@@ -185,7 +190,10 @@ def _order_of_path(
 
 
 def _blurred(pressure: float, random: Callable[[], float]) -> float:
-    """Return the pressure, raised at random by up to NEAR: nearly equal ones come in any order."""
+    """Return the pressure, raised at random by up to NEAR.
+
+    So nearly equal pressures come in any order.
+    """
     return (pressure + _NEGLIGIBLE) * (1.0 + NEAR * random())
 
 
@@ -225,10 +233,10 @@ def _order_of_pair(pair: tuple[_PathPart, _PathPart]) -> tuple[int, bool, float]
 def _prompt_part(
     worker: WorkerForecast, limits: SloLimits, waited_s: float, random: Callable[[], float]
 ) -> _PathPart:
-    """Return what a prefill worker adds: the time to first token, and gaps of its streams."""
+    """Return what a prefill worker adds: the time to first token, and the gaps of its streams."""
     first_token_s = worker.first_token_s()
     gap_s = worker.prompt_gap_s()
-    # The parts of the limits that these times take.
+    # How much of their limits these times take.
     ttft_part = (waited_s + first_token_s) / limits.ttft_s
     gap_part = gap_s / limits.others_itl_s
     num_delayed = worker.num_delayed(gap_s, limits.others_itl_s)
@@ -266,7 +274,7 @@ def _decode_part(
 def _worth_trying(decodes: Sequence[_PathPart]) -> list[WorkerForecast]:
     """Return the decode workers that may be the best one for a whole request.
 
-    They are those with the shortest gaps, and the one that has most of the prompt in its cache.
+    They are the workers of the best parts, and the worker that has most of the prompt in its cache.
     """
     tried = [part.worker for part in decodes[:_MAX_DECODES_ALONE]]
     if len(decodes) > _MAX_DECODES_ALONE:
@@ -339,7 +347,8 @@ def _aggregated_paths(
         ttft_s = waited_s + worker.first_token_s()
         prompt_gap_s = worker.prompt_gap_s()
         decode_gap_s = worker.decode_gap_s()
-        # Streams there wait for the step with the prompt, and then for steps with one more request.
+        # Running streams of the worker wait for the step with the prompt, and then for steps with
+        # one more request.
         gap_s = max(prompt_gap_s, decode_gap_s)
         is_late = ttft_s > _TTFT_PART * limits.ttft_s
         misses = is_late or decode_gap_s > limits.itl_s or not worker.has_space()

@@ -1,7 +1,7 @@
 """Keep the router's knowledge of prefix caches up to date.
 
-It comes from the instances and their KV events. A frontend that is new, or that missed an update of
-a worker, asks the worker to publish everything again.
+The knowledge comes from the registered instances and their KV events. A frontend that is new, or
+that missed an update of a worker, asks the worker to publish everything again (a resync).
 """
 
 from __future__ import annotations
@@ -27,9 +27,12 @@ log = logging.getLogger(__name__)
 # The pause after the first request for a snapshot. It doubles with each further request.
 PAUSE_S: Final = 2.0
 _MAX_PAUSE_S = 30.0
-_TIMEOUT_S = 2.0
-_AT_ONCE = 8  # snapshots: one of a large cache takes tens of ms of CPU time, while streams wait
-_MAX_UNANSWERED = 3  # requests after which the worker's blocks are forgotten
+_TIMEOUT_S = 2.0  # longest wait for the reply to a request for a snapshot, and for the snapshot
+# Limit of the workers that send snapshots at the same time: to read the snapshot of a large cache
+# takes tens of ms of CPU time, in which streams wait.
+_MAX_SNAPSHOTS = 8
+# After this many requests without a snapshot, the worker's blocks are forgotten.
+_MAX_UNANSWERED = 3
 
 
 @dataclass(eq=False)
@@ -50,9 +53,9 @@ class PrefixFeed:
         self._changes = self.view.subscribe()
         # The resyncs of workers that are not in sync, by instance id.
         self._resyncs: dict[int, asyncio.Task[None]] = {}
-        self._slots = asyncio.Semaphore(_AT_ONCE)
+        self._slots = asyncio.Semaphore(_MAX_SNAPSHOTS)
         self._wake = asyncio.Event()  # set when a worker gets in sync, or out of sync
-        self._num_unreadable = 0  # messages
+        self._num_unreadable = 0  # how many messages could not be read
 
     async def run(self) -> None:
         """Run until cancelled."""
@@ -95,6 +98,7 @@ class PrefixFeed:
         outcome = "gap" if is_unsynced and not was_unsynced else "applied"
         self.metrics.child("kv_updates_total", outcome).inc()
         if is_unsynced != (update.instance_id in self._resyncs):
+            # `run` has to start or to cancel the resync of this worker.
             self._wake.set()
 
     def _update_resyncs(self, group: asyncio.TaskGroup) -> None:
@@ -112,7 +116,7 @@ class PrefixFeed:
     async def _resync(self, instance: Instance) -> None:
         """Ask a worker for snapshots, with longer and longer pauses.
 
-        It is cancelled when the worker is in sync.
+        The task of this resync is cancelled when the worker is in sync.
         """
         pause_s = self.pause_s
         failure = ""

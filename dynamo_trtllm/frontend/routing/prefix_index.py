@@ -1,9 +1,10 @@
 """Know which prompt prefixes the workers' caches have. Pure.
 
-It follows from the workers' KV events, and from what this frontend sent. A prefix hash stands for a
-block of tokens and all blocks before it, see `kv_events`. Each hash has a bit mask of the instances
-that have the block. Engines free a prefix from its end, so the masks of a prompt's blocks only lose
-bits from block to block, and a binary search finds where. Callers pass the time.
+This knowledge comes from the workers' KV events, and from the prompts that this frontend sent. A
+prefix hash stands for a block of tokens and all blocks before it, see `kv_events`. Each hash has a
+bit mask of the instances that have the block. Engines free a prefix from its end, so the masks of a
+prompt's blocks only lose bits from block to block. Therefore a binary search finds the blocks at
+which they do. Callers pass the time.
 """
 
 from __future__ import annotations
@@ -21,9 +22,13 @@ from dynamo_trtllm.protocol.kv_events import KvCacheUpdate, prefix_hashes, root_
 from dynamo_trtllm.protocol.messages import GenerateRequest, Instance, Role
 
 MAX_SENT_BLOCKS: Final = 1 << 20  # the value of Dynamo's --router-max-tree-size
-_EXPIRED_AT_ONCE = 64  # blocks, so that no request waits for the expiry of many
-_EXPIRED_PER_SENT = 4  # blocks per recorded block, so that more expire than come
-_MAX_LEVELS = 16  # searched for one prompt; a thousand instances may all have different depths
+# About how many expired blocks one request removes, so that no request waits long for removals:
+# this many, or _EXPIRED_PER_SENT for each block that is recorded, if that is more. Thus more blocks
+# can be removed than are recorded.
+_EXPIRED_AT_ONCE = 64
+_EXPIRED_PER_SENT = 4
+# Limit of the levels of one prompt, because a thousand instances may all have different depths.
+_MAX_LEVELS = 16
 
 # A number of blocks, and the mask of the instances that have at least this number.
 Level: TypeAlias = tuple[int, int]
@@ -32,8 +37,9 @@ Level: TypeAlias = tuple[int, int]
 class _InstanceMasks(dict[int, int]):
     """The mask of the instances that have a block, by its prefix hash."""
 
-    # The mask of a block that no instance has is 0: this method of 0 multiplies it by the hash. It
-    # is called often, and a function of Python would take twice as long.
+    # Called with the hash of a block that no instance has. The mask of such a block is 0, and 0
+    # times the hash is 0. The call is frequent, and a function written in Python would take twice
+    # as long.
     __missing__ = (0).__mul__
 
 
@@ -42,8 +48,8 @@ class PrefixIndex:
 
     A block of one instance takes about 150 bytes.
 
-    Searches expect that an instance with a block of a prompt has those before it, too. For another
-    instance, they may find too few blocks or too many.
+    Searches expect that an instance with a block of a prompt has all blocks before it, too. For an
+    instance of which this is not true, they may find too few blocks or too many.
     """
 
     def __init__(self, block_tokens: int) -> None:
@@ -51,7 +57,7 @@ class PrefixIndex:
         self.masks = _InstanceMasks()
         self.roles = dict.fromkeys(Role, 0)  # the mask of the instances of each role
         self._ids: list[int] = []  # instance id of each bit
-        self._free: list[int] = []  # bits of instances that were removed
+        self._free: list[int] = []  # bits of removed instances, for new ones
 
     def add(self, instance: Instance) -> int:
         """Add an instance without blocks. Return its bit of the masks."""
@@ -149,15 +155,15 @@ class _InstancePrefixes:
     """What is known of one instance's prefix cache."""
 
     instance: Instance
-    has_events: bool
+    has_events: bool  # the instance publishes KV events, and they are used
     index: PrefixIndex = field(init=False)
-    bit: int = field(init=False)  # of the instance in masks
+    bit: int = field(init=False)  # the bit of the instance in the masks of the index
     blocks: set[int] = field(init=False, default_factory=set)  # prefix hashes
-    # Prefix hash -> when it expires.
+    # When a block expires, by its prefix hash. Blocks that the instance has reported do not expire.
     expires: dict[int, float] = field(init=False, default_factory=dict)
-    next_number: int = -1  # the number of the next update of the instance
+    next_number: int = -1  # the number that the next update of the instance should have
     is_synced: bool = False
-    reads_snapshot: bool = False
+    reads_snapshot: bool = False  # the first part of a snapshot was applied, but not yet the last
 
     def leave(self) -> None:
         """Remove the instance from its index, with its blocks, in time linear in their number."""
@@ -170,14 +176,15 @@ class _InstancePrefixes:
         self.discard(tuple(self.blocks))
 
     def store(self, hashes: Iterable[int]) -> set[int]:
-        """Add blocks. Return those that are new."""
+        """Add blocks. Return the blocks that the instance did not have."""
         bit = self.bit
         masks = self.index.masks
         new = set(hashes) - self.blocks
         self.blocks |= new
         for prefix in new:
             mask = masks.get(prefix)
-            # Most blocks are of one instance. They share its number, which saves memory.
+            # Most blocks are at one instance only. Their mask is the `int` object of the instance's
+            # bit, of which no copies are made. This saves memory.
             masks[prefix] = bit if mask is None else mask | bit
         return new
 
@@ -195,7 +202,7 @@ class _InstancePrefixes:
                 del masks[prefix]
 
 
-class _IndexMatch(msgspec.Struct):  # made in a third of the time of a named tuple
+class _IndexMatch(msgspec.Struct):  # created in a third of the time of a named tuple
     """How deep the instances of an index match a prompt."""
 
     index: PrefixIndex
@@ -211,7 +218,8 @@ class _IndexMatch(msgspec.Struct):  # made in a third of the time of a named tup
 
     def search(self, bit: int) -> int:
         """Return how many of the prompt's first blocks an instance has, if it is in no level."""
-        # With fewer levels than the limit, each instance that matches is in one.
+        # With fewer levels than the limit, each instance that has blocks of the prompt is in a
+        # level.
         if len(self.levels) < _MAX_LEVELS:
             return 0
         masks = self.index.masks
@@ -219,7 +227,7 @@ class _IndexMatch(msgspec.Struct):  # made in a third of the time of a named tup
         def has_block(prefix: int) -> bool:
             return masks[prefix] & bit != 0
 
-        # `hashes` begins with the last block: first come those that the instance lacks.
+        # `hashes` begins with the last block, so the blocks that the instance lacks come first.
         num_lacking = bisect_left(self.hashes, True, key=has_block)
         return len(self.hashes) - num_lacking
 
@@ -227,13 +235,13 @@ class _IndexMatch(msgspec.Struct):  # made in a third of the time of a named tup
 class PrefixOverlaps(msgspec.Struct):
     """How many tokens at the start of a prompt the instances of a model have in their caches.
 
-    It can be read until the next change of what is known.
+    It is valid until the next change of the caches.
     """
 
     matches: Sequence[_IndexMatch]
     caches: Mapping[int, _InstancePrefixes]
     now: float
-    start_at: int
+    start_at: int  # another number for each prompt: where `deepest` begins among equal instances
 
     def of(self, instance_ids: Collection[int]) -> list[int]:
         """Return the overlap of each instance."""
@@ -251,10 +259,10 @@ class PrefixOverlaps(msgspec.Struct):
         return found
 
     def _unexpired(self, match: _IndexMatch, depth: int, expires: Mapping[int, float]) -> int:
-        """Return how many of the blocks have not expired. The others are removed later."""
+        """Return how many of the blocks have not expired. Expired blocks are removed later."""
         hashes = match.hashes
-        # The last block of the prompt comes first in `hashes`, and this one is the last block that
-        # the instance has.
+        # The last block of the prompt comes first in `hashes`. This is the index of the last block
+        # that the instance has.
         index = len(hashes) - depth
         if expires.get(hashes[index], math.inf) > self.now:
             return depth
@@ -270,9 +278,9 @@ class PrefixOverlaps(msgspec.Struct):
     def deepest(self, role: Role, limit: int) -> list[int]:
         """Return the instances of a role with the longest overlaps, the longest one first.
 
-        There are at most `limit` per block size. Of equal ones, others come first with each
-        request, so that they share the load. Those whose prompts have just expired may be among
-        them.
+        There are at most `limit` instances per block size. Instances with equal overlaps take turns
+        in coming first, so that they share the load. Instances whose blocks have just expired may
+        be among the result.
         """
         found: list[int] = []
         for match in self.matches:
@@ -295,12 +303,12 @@ class PrefixOverlaps(msgspec.Struct):
 class SentPrompt:
     """The blocks that an instance will have because a prompt was sent to it.
 
-    End it when the request ends.
+    Call `end` when the request ends.
     """
 
     _cache: _InstancePrefixes | None  # None: the instance is not known
     _blocks: Iterable[int]
-    is_computed: bool = False
+    is_computed: bool = False  # the instance has computed the prompt
 
     def end(self) -> None:
         """Stop counting the blocks.
@@ -320,7 +328,9 @@ class SentPrompt:
 
 
 class _Sent(NamedTuple):
-    expires_s: float
+    """The blocks of a prompt that was sent to an instance without KV events."""
+
+    expires_at: float
     cache: _InstancePrefixes
     hashes: Sequence[int]
 
@@ -341,14 +351,14 @@ class ClusterPrefixes:
         # The indexes by model and block size.
         self._indexes: defaultdict[str, dict[int, PrefixIndex]] = defaultdict(dict)
         self._sent: deque[_Sent] = deque()
-        self._num_sent = 0  # blocks in `_sent`
+        self._num_sent = 0  # how many blocks `_sent` has
         self._turn = 0  # counts prompts, so that equal instances take turns, see `deepest`
         self.unsynced: set[int] = set()  # instances that must publish everything again
 
     def add_instance(self, instance: Instance) -> None:
         """Add an instance, unless it is known.
 
-        One with KV events is out of sync until it has published a snapshot.
+        An instance with KV events is out of sync until it has published a snapshot.
         """
         known = self._caches.get(instance.id)
         if known is not None and known.instance == instance:
@@ -385,10 +395,10 @@ class ClusterPrefixes:
     def on_update(self, update: KvCacheUpdate) -> None:
         """Apply an update of an instance.
 
-        If one before it is missing, the instance is out of sync until a snapshot.
+        If the update before it is missing, the instance is out of sync until a snapshot.
 
         Raises:
-            ValueError: the update is malformed. The instance is out of sync.
+            ValueError: the update is malformed. The instance gets out of sync with its next update.
         """
         cache = self._caches.get(update.instance_id)
         if cache is None or not cache.has_events:
@@ -412,8 +422,8 @@ class ClusterPrefixes:
                     self.unsynced.discard(update.instance_id)
 
     def _apply(self, cache: _InstancePrefixes, update: KvCacheUpdate) -> None:
-        # A malformed update raises before all of it is applied. The instance is out of sync then,
-        # because no update has this number.
+        # A malformed update raises when a part of it may be applied already. It leaves -1 as the
+        # expected number, which no update has. So the next update shows that one is missing.
         expected = cache.next_number
         cache.next_number = -1
         if update.block_tokens not in (0, cache.index.block_tokens):
@@ -447,9 +457,9 @@ class ClusterPrefixes:
             # The new blocks count until the instance reports them or the request ends.
             cache.expires.update(dict.fromkeys(new, math.inf))
             return SentPrompt(cache, new)
-        expires_s = now + self._ttl_s
-        cache.expires.update(dict.fromkeys(hashes, expires_s))
-        self._sent.append(_Sent(expires_s, cache, hashes))
+        expires_at = now + self._ttl_s
+        cache.expires.update(dict.fromkeys(hashes, expires_at))
+        self._sent.append(_Sent(expires_at, cache, hashes))
         self._num_sent += len(hashes)
         budget = max(_EXPIRED_AT_ONCE, _EXPIRED_PER_SENT * len(hashes))
         # This prompt stays, however long it is.
@@ -458,30 +468,30 @@ class ClusterPrefixes:
         return SentPrompt(cache, new)
 
     def _expire(self, now: float, limit: int, budget: int) -> None:
-        """Remove all prompts above a limit of blocks, and about `budget` blocks of expired ones.
+        """Remove prompts until `limit` blocks are left, and about `budget` blocks of expired ones.
 
         The oldest prompts go first.
         """
         while self._sent:
             is_above_limit = self._num_sent > limit
-            is_expired = budget > 0 and self._sent[0].expires_s <= now
+            is_expired = budget > 0 and self._sent[0].expires_at <= now
             if not is_above_limit and not is_expired:
                 break
-            expires_s, cache, hashes = self._sent.popleft()
+            expires_at, cache, hashes = self._sent.popleft()
             self._num_sent -= len(hashes)
             budget -= len(hashes) + 1  # 1 for the prompt itself
             # Blocks that a later prompt has as well expire with that one.
             expired = [
-                prefix for prefix in hashes if cache.expires.get(prefix, math.inf) <= expires_s
+                prefix for prefix in hashes if cache.expires.get(prefix, math.inf) <= expires_at
             ]
             for prefix in expired:
                 del cache.expires[prefix]
             cache.discard(expired)
 
     def overlaps(self, prompt: PromptHashes, now: float) -> PrefixOverlaps:
-        """Return what the instances of the prompt's model have of it."""
+        """Return how much of a prompt the instances of its model have."""
         if self._sent:
-            # `record_sent` also removes expired prompts, but maybe it is not called any more.
+            # `record_sent` also removes expired prompts, but it may not be called any more.
             self._expire(now, self._num_sent, _EXPIRED_AT_ONCE)
         self._turn += 1
         matches = []

@@ -16,6 +16,7 @@ from dynamo_trtllm.frontend.routing.pairs import Pair, pairing_key
 from dynamo_trtllm.protocol.messages import Instance, Role
 
 MAX_PAIRS: Final = 1024  # limit of the pairs of a pairing key; see `pairs_of`
+# How many instances of the other role each instance chooses for probes if there are more pairs.
 PARTNERS: Final = 4
 
 
@@ -26,9 +27,9 @@ def pairs_of(view: ModelView, quarantined: Iterable[Pair] = ()) -> list[Pair]:
     requests. An elastic instance has pairs in both directions, whatever its shares are, so that its
     role can change at once.
 
-    Of more than MAX_PAIRS of one pairing key, they are a few per instance, and those that are
-    `quarantined`: with all of them, the probes would be the load of the deployment. The others get
-    requests without a probe of their own.
+    If a pairing key has more than MAX_PAIRS pairs, they are a few pairs per instance, and the
+    `quarantined` ones: if all pairs were probed, the probes would be the load of the deployment.
+    The other pairs get requests without a probe of their own.
     """
     pairs: dict[Pair, None] | None = view.cache.get("pairs")
     if pairs is None:
@@ -68,7 +69,7 @@ def _pairs_in_role(view: ModelView, instance: Instance, role: Role) -> list[Pair
 def new_pairs(view: ModelView, change: Change) -> list[Pair]:
     """Return the pairs to probe that a change may have added to the view.
 
-    Later changes may be in the view as well.
+    The view may already have later changes, too.
     """
     instance = change.instance
     if change.is_added:
@@ -78,7 +79,7 @@ def new_pairs(view: ModelView, change: Change) -> list[Pair]:
     roles = [instance.role]
     if instance.role is Role.ELASTIC:
         roles = [Role.PREFILL, Role.DECODE]
-    # The instances that chose the removed one now choose another one.
+    # The instances that had chosen the removed instance now choose another partner.
     pairs: list[Pair] = []
     for role in roles:
         peers, others = group.sides(role)
@@ -138,8 +139,9 @@ def _probed_by(
     """
     if len(others) * len(peers) <= MAX_PAIRS or len(peers) <= PARTNERS:
         return others
-    # An instance chooses PARTNERS of these peers, so those that choose this one follow the peer
-    # that comes PARTNERS before it. The index may be negative: after the last comes the first one.
+    # Each of the others chooses the PARTNERS peers whose ids come next. So the instances that
+    # choose this one have ids from the peer that comes PARTNERS places before it up to its own id.
+    # The index may be negative: before the first peer comes the last one.
     peer_before = peers[position(peers, instance_id) - PARTNERS].id
     begin = position(others, peer_before)
     end = position(others, instance_id)

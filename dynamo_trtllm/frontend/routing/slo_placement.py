@@ -38,14 +38,16 @@ from dynamo_trtllm.protocol.messages import GenerateRequest, Instance, Role
 
 log = logging.getLogger(__name__)
 
-# Limit of the workers of a role that are compared, because a prediction takes longer than a cost.
-# With a limit of three, four of ten requests were not compared with the one of four elastic workers
-# that had all streams. These requests began streams at all workers.
+# Limit of the workers of a role that are compared, because predicting times takes longer than
+# computing a cost. The limit is not three, because of a measurement: one of four elastic workers
+# had all streams. With a limit of three, four of ten requests were not compared with this worker,
+# and began streams at all workers.
 _MAX_COMPARED: Final = 4
 SLO_MODE: Final = "slo"  # the router mode
-_ROLES: Final = (Role.PREFILL, Role.DECODE, Role.AGGREGATED)  # in which workers are compared
-# A rejected request may be sent again after the time by which it would be late, within these
-# bounds.
+# The roles in which workers are compared. `_choose` and `_forecasts` use this order.
+_ROLES: Final = (Role.PREFILL, Role.DECODE, Role.AGGREGATED)
+# The client may send a rejected request again after the time by which the request would have been
+# late. These are the bounds of that time.
 _MIN_RETRY_S: Final = 1
 _MAX_RETRY_S: Final = 60
 
@@ -69,7 +71,7 @@ class SloPlacement(Placement):
 
     Args:
         ttft_s: limit of the time to first token of requests that name none.
-        itl_s: the same for the time between two tokens.
+        itl_s: limit of the time between two tokens of requests that name none.
         rejects: reject a request that no path can serve within the limits.
         prefixes: see `Placement`.
         overlap_credit: see `Placement`.
@@ -89,7 +91,7 @@ class SloPlacement(Placement):
         super().__init__(SLO_MODE, prefixes, overlap_credit=overlap_credit, seed=seed)
         self._default = SloLimits(ttft_s, itl_s, itl_s)
         self._rejects = rejects
-        self._unpredicted: set[str] = set()  # models whose times are not known, which were logged
+        self._unpredicted: set[str] = set()  # models for which unknown times were logged
 
     def select(
         self,
@@ -104,8 +106,8 @@ class SloPlacement(Placement):
     ) -> PlacedSelection | None:
         """Return the workers of the best path, or what `Placement.select` returns.
 
-        That is the case if the times of the workers are not known yet, or if the request names a
-        data-parallel rank, which only one of its workers has.
+        `Placement.select` is used if the times of the workers are not known yet, or if the request
+        names a data-parallel rank, which only one of its workers has.
 
         Args:
             view: see `Placement.select`.
@@ -114,10 +116,11 @@ class SloPlacement(Placement):
             now: see `Placement.select`.
             avoid: see `Placement.select`.
             waited_s: for how long the request has waited since it arrived.
-            may_reject: it is the first attempt of the request.
+            may_reject: the request may be rejected for its limits: this is its first attempt.
 
         Raises:
-            SloUnreachable: no path is predicted to keep the limits, and such requests are rejected.
+            SloUnreachable: no path is predicted to keep the limits, and the frontend rejects such
+                requests.
         """
         request = prompt.request
         if request.dp_rank is not None or request.prefill_dp_rank is not None:
@@ -138,7 +141,7 @@ class SloPlacement(Placement):
         )
 
     def _limits(self, request: GenerateRequest) -> SloLimits:
-        """Return the limits of a request: its own, else those of the frontend."""
+        """Return the limits of a request: its own limits, else the limits of the frontend."""
         default = self._default
         own = request.slo
         if own is None:
@@ -159,7 +162,10 @@ class SloPlacement(Placement):
         avoid: int | None,
         waited_s: float,
     ) -> ChosenPath | None:
-        """Return the best path of all pairing keys; None: the times are not known."""
+        """Return the best path of all pairing keys.
+
+        None: the times are not known, or there is no path.
+        """
         overlaps = None if self.prefixes is None else self.prefixes.overlaps(prompt, now)
         if overlaps is not None and not overlaps.matches:
             overlaps = None
@@ -202,20 +208,20 @@ class SloPlacement(Placement):
     ) -> list[list[WorkerForecast]] | None:
         """Return what is predicted for a request at workers of one pairing key, by their role.
 
-        Those whose load is not known are left out.
+        Workers whose load is not known are left out.
 
         Args:
             view: the workers of the model.
-            compared: prefill, decode and aggregated workers by id.
-            prompt: of the request.
-            overlaps: what is cached of it.
+            compared: the prefill, decode and aggregated workers, each by id.
+            prompt: the prompt of the request.
+            overlaps: what is cached of the prompt.
             now: seconds of a monotonic clock.
 
         Returns:
             None: the times are not known.
         """
         loads = self.loads
-        # The workers of one pairing key are equal, so each can use what the others have measured.
+        # The workers of one pairing key are equal, so the measurements of one are true of all.
         shared_cost = known_cost(loads.get(id_) for by_id in compared for id_ in by_id)
         if shared_cost is None:
             return None
@@ -258,6 +264,7 @@ class SloPlacement(Placement):
 
 
 def _order(path: ChosenPath) -> tuple[int, float]:
+    """Return the sort key of a path: better paths come first."""
     return path.num_missed, path.pressure
 
 

@@ -5,41 +5,45 @@ When a worker dies, all its requests fail, and nothing shows which of them was t
 Definitions:
 
 * charge: a death is charged to requests that ran on the worker, or whose KV was being read from it.
-* point of a death: the progress of a charged request when the worker died, as the tokens of its
-  call and as those of its answer. A query of death ends each worker at the same point.
+* point of a death: the progress of a charged request when the worker died, counted in tokens of the
+  failed call and in tokens of the whole answer. A query of death ends each worker at the same
+  point.
 * suspect: a request with a charge that is not explained (rule 5) and not dropped (rules 1 and 8).
 * settled: a suspect has settled when its call has SETTLED_TOKENS tokens more than at the point, or
-  MAX_UNSETTLED_TOKENS tokens. Then others may be tried on its worker.
-* prime suspect: a suspect whose call had fewer than SETTLED_TOKENS tokens, because most queries of
-  death end a worker soon after they begin; or any suspect with two charges that make it one.
-* new request: one that is no suspect, and whose call has fewer than SETTLED_TOKENS tokens.
+  MAX_UNSETTLED_TOKENS tokens. From then on, other suspects may be tried on its worker.
+* prime suspect: a suspect whose call had fewer than SETTLED_TOKENS tokens when its worker died, or
+  that has two charges which are neither explained nor dropped. Most queries of death end a worker
+  soon after they begin.
+* new request: a request that is no suspect, and whose call has fewer than SETTLED_TOKENS tokens.
 
 Rules:
 
-1. A charge counts until the call has SETTLED_TOKENS tokens more than at the point. It is dropped at
-   the next death. So a suspect that settles after MAX_UNSETTLED_TOKENS tokens keeps its charge
-   until then: if it is a query of death, it ends this worker only at the point.
+1. A charge counts until the call has SETTLED_TOKENS tokens more than at the point. It is then
+   dropped at the next death. So a suspect that settles after MAX_UNSETTLED_TOKENS tokens, which may
+   be before the point, keeps its charge: if it is a query of death, it ends its new worker only at
+   the point.
 2. A prime suspect waits, for a bounded time, for workers on which all other suspects have settled.
    It is tried on these. All other requests migrate at once.
-3. When a worker dies with suspects, those are given up which the death singles out (the cases are
-   in `_single_out`), so that they end no third worker.
-4. A death that singles out no request may have another cause than the one before. It is charged to
-   all requests on the worker. A death that singles out some is charged to these and to new
-   requests. Otherwise a second query of death that is new among suspects of a first one would never
-   be charged: each death would give up one of the suspects instead.
-5. If all requests that are given up were at the point of an earlier death, this death is explained,
-   and so is each earlier death that is charged to every one of them.
+3. When a worker with suspects dies, the requests that this death singles out are given up, so that
+   they end no third worker. `_single_out` has the cases.
+4. A death that singles out no request may have another cause than the death before. It is charged
+   to all requests on the worker. A death that singles out some requests is charged to these and to
+   the new requests on the worker. If new requests were not charged, a second query of death that is
+   new among suspects of a first one would never be found: each death would give up one of the
+   suspects instead.
+5. If all requests that a death singles out were at the point of an earlier death, the new death is
+   explained, and so is each earlier death that is charged to every one of these requests.
 6. A request whose charges are all explained may still be another query of death. It is singled out
    like a suspect if it is new and at the point of one of these deaths. But if a new request without
-   any charge runs there, too, that one may be the cause, and rule 6 does not apply.
+   any charge runs on the same worker, that request may be the cause, and rule 6 does not apply.
 7. After a request was given up, requests with the same model, prompt and format are rejected for
    REJECTED_S seconds. If its last death gave up several requests, most of them are innocent: they
    are rejected only after one of them is given up again within that time, and none was completed
    in between.
-8. A charge is dropped when the worker works again: then it had only lost its connection.
+8. A charge is dropped when the worker works again: then the worker had only lost its connection.
 9. A request is given up when its MAX_DEATHS-th worker dies and it is at the point of an earlier
    death, even if these deaths are explained: overlapping queries of death explain each other's
-   deaths. It may be innocent, so it explains no death, and those like it are rejected as if its
+   deaths. It may be innocent, so it explains no death, and requests like it are rejected as if its
    last death had given up several.
 
 Example: worker 1 runs the requests A, B and C. A and B have begun, C has 50 tokens. Worker 1 dies,
@@ -70,16 +74,19 @@ log = logging.getLogger(__name__)
 # A request whose prompt, format or first steps end workers does so before it has this many tokens.
 # Until then, other suspects wait, for a fraction of a second.
 SETTLED_TOKENS: Final = 8
-# A suspect that failed later than this settles here, so that others need not wait for seconds.
+# A suspect settles with this many tokens, even if its worker died later. So other suspects need not
+# wait for seconds.
 MAX_UNSETTLED_TOKENS: Final = 64
-# Long enough to restart workers with a large model before a repeated query of death ends two more
-# of them. Not longer, because the rejected request may be innocent.
+# For how long requests like one that was given up are rejected. It is long enough to restart
+# workers with a large model before a repeated query of death ends two more of them. It is not
+# longer, because the rejected requests may be innocent.
 REJECTED_S: Final = 600.0
-MAX_REJECTED: Final = 1024  # requests; the oldest one is dropped
-# With 3, innocent requests beside two queries of death in a row would be given up, too.
+MAX_REJECTED: Final = 1024  # limit of the remembered requests; the oldest one is dropped
+# The number of deaths of rule 9. With 3, innocent requests beside two queries of death in a row
+# would be given up, too.
 MAX_DEATHS: Final = 4
 _LOST_TOKENS: Final = 2  # tokens that a worker may have generated, but not sent, when it died
-_MAX_DEATHS_KEPT: Final = 4096  # the oldest one is dropped
+_MAX_DEATHS_KEPT: Final = 4096  # limit of the remembered deaths; the oldest one is dropped
 
 Key = tuple[str, bytes]
 K = TypeVar("K")
@@ -89,8 +96,8 @@ V = TypeVar("V")
 class RequestProgress(NamedTuple):
     """How far a request is, in tokens."""
 
-    call_tokens: int  # returned by the call that runs now
-    answer_tokens: int  # returned by all calls of the request
+    call_tokens: int  # the tokens that the current call has returned
+    answer_tokens: int  # the tokens that all calls of the request have returned
 
 
 class Death:
@@ -113,19 +120,21 @@ class Death:
         exhausted: set[Suspicion],
     ) -> None:
         self.instance_id = instance_id
-        self.charged = charged  # the calls to which it is charged and that have not failed yet
+        # The calls to which this death is charged, until each of them is found to have failed.
+        self.charged = charged
         # The suspicions of the requests that this death singles out. They are given up.
         self.given_up = given_up
         # The suspicions of the requests that are given up because they had MAX_DEATHS.
         self.exhausted = exhausted
-        self.is_explained = False  # a request that was given up has probably caused it
+        self.is_explained = False  # a request that was given up has probably caused this death
         self.is_revoked = False  # the instance works again
 
 
 class Suspicion:
-    """The deaths with which one prompt of a request is charged, whose choices share this object.
+    """The deaths with which one prompt of a request is charged.
 
-    A request with very many prompts has one for several prompts, see `share_suspicions`.
+    All choices of the prompt share this object. In a request with very many prompts, several
+    prompts share it (see `share_suspicions`).
     """
 
     __slots__ = ("deaths", "is_shared", "noted_keys", "num_prompts", "selection")
@@ -133,21 +142,22 @@ class Suspicion:
     def __init__(self, *, is_shared: bool = False) -> None:
         # Death -> its point: the progress of the request at that time.
         self.deaths: dict[Death, RequestProgress] = {}
-        # As `share_suspicions` counts them; 0: this is for the only prompt of a request.
+        # How many prompts share this object; 0: `share_suspicions` was not called, because the
+        # request has only one choice.
         self.num_prompts = 0
-        # The keys of its prompts that are noted as given up.
+        # The keys of the prompts that are noted as given up.
         self.noted_keys: set[Key] = set()
-        self.is_shared = is_shared  # several choices have it
-        # The workers of the latest attempt. All choices run on them: otherwise one request could
-        # end all workers at once.
+        self.is_shared = is_shared  # several choices may share this object
+        # The workers of the latest attempt. All choices run on these workers: otherwise one request
+        # could end all workers at once.
         self.selection: WorkerSelection | None = None
 
     def unexplained_deaths(self) -> set[Death]:
-        """Return the deaths that make this a suspect."""
+        """Return the deaths that make the request a suspect."""
         return {death for death in self.deaths if not death.is_explained and not death.is_revoked}
 
     def tokens_to_settle(self) -> int:
-        """Return the number of tokens after which a call has settled: 0 if this is no suspect."""
+        """Return the number of tokens with which a call settles; 0 if the request is no suspect."""
         unexplained = self.unexplained_deaths()
         if not unexplained:
             return 0
@@ -155,7 +165,7 @@ class Suspicion:
         return min(latest_point + SETTLED_TOKENS, MAX_UNSETTLED_TOKENS)
 
     def drop_past(self, now: RequestProgress) -> None:
-        """Drop the deaths whose point a call has passed, and those of workers that work again."""
+        """Drop the deaths whose point a call has passed, and deaths of workers that work again."""
         for death, point in list(self.deaths.items()):
             has_passed = now.call_tokens >= point.call_tokens + SETTLED_TOKENS
             if has_passed or death.is_revoked:
@@ -182,12 +192,12 @@ class TrackedCall:
     def __init__(self, suspicion: Suspicion, progress: Callable[[], RequestProgress]) -> None:
         self.suspicion = suspicion
         self.progress = progress  # called when a worker has died
-        self.instance_id: int | None = None  # the worker that runs it
-        self.kv_holder: int | None = None  # the prefill worker from which that worker reads the KV
+        self.instance_id: int | None = None  # the worker that runs the call
+        self.kv_holder: int | None = None  # the prefill worker from which this worker reads the KV
         self.is_after_death = False  # the call began after a death of this worker was recorded
-        # The workers on which a suspect is tried, until it has settled.
+        # The workers on which the request is tried as a suspect, until it has settled.
         self.trial_workers: tuple[int, ...] = ()
-        self.is_prime = False  # the trial is that of a prime suspect
+        self.is_prime = False  # the request is tried as a prime suspect
 
     def uses(self, instance_id: int) -> bool:
         """Return whether an instance runs the call or holds its KV."""
@@ -214,7 +224,7 @@ class TrackedCall:
         return num_deaths >= MAX_DEATHS and self.is_at_earlier_death()
 
     def is_prime_on(self, instance_id: int) -> bool:
-        """Return whether this is a prime suspect that is being tried on an instance."""
+        """Return whether the request is being tried on an instance as a prime suspect."""
         return self.is_prime and instance_id in self.trial_workers
 
 
@@ -241,7 +251,7 @@ class Suspects:
         self._deaths: dict[int, Death] = {}
         # When the rejection of a request ends.
         self._rejected: dict[Key, float] = {}
-        # Until when a request is rejected if it is given up again.
+        # A request that is given up again before this time is rejected.
         self._given_up: dict[Key, float] = {}
 
     # --- running calls ----------------------------------------------------------------------------
@@ -249,13 +259,13 @@ class Suspects:
     def begin(self, call: TrackedCall, instance_id: int, kv_holder: int | None = None) -> None:
         """Note that a worker runs a call from now on.
 
-        If the last call was not ended before, it has succeeded: that is how a prefill call, whose
-        decode call follows, succeeds.
+        If the object still has an earlier call, this one has succeeded: the decode call of a
+        request follows its prefill call without a call of `end`.
 
         Args:
             call: the call.
             instance_id: the worker that runs it.
-            kv_holder: the worker from which it reads the KV of its prompt.
+            kv_holder: the worker from which this worker reads the KV of the prompt.
         """
         if call.instance_id is not None:
             self.succeeded(call)
@@ -292,7 +302,7 @@ class Suspects:
     def succeeded(self, call: TrackedCall) -> None:
         """Note that the worker has returned a result.
 
-        If its death was recorded before the call, it works again.
+        If a death of the worker was recorded before the call began, the worker works again.
         """
         if call.instance_id is not None and call.is_after_death:
             death = self._deaths.pop(call.instance_id, None)
@@ -300,7 +310,7 @@ class Suspects:
                 death.is_revoked = True
 
     def begin_trial(self, call: TrackedCall, selection: WorkerSelection, *, is_prime: bool) -> None:
-        """Note the workers on which a suspect is tried. `is_prime`: it is a prime suspect."""
+        """Note the workers on which a suspect is tried. `is_prime`: as a prime suspect."""
         prefill = selection.prefill
         decode = selection.decode
         call.trial_workers = (decode.id,) if prefill is None else (prefill.id, decode.id)
@@ -338,7 +348,7 @@ class Suspects:
         Args:
             call: the call that failed.
             dead: the instance that ran it, or that held its KV.
-            request: the request of the client, by which similar ones are found.
+            request: the request of the client. Similar requests may be rejected later.
         """
         if not call.uses(dead):
             return None
@@ -358,12 +368,12 @@ class Suspects:
         # Another choice of the prompt may have been given up before.
         key = _key(request)
         if key not in suspicion.noted_keys:
-            is_first = not suspicion.noted_keys
+            is_reported = bool(suspicion.noted_keys)
             suspicion.noted_keys.add(key)
             is_only_one = is_singled_out and len(death.given_up) == 1
             is_certain = is_only_one and suspicion.num_prompts <= 1
             is_rejected = self._note_given_up(key, is_certain=is_certain)
-            if is_first:
+            if not is_reported:
                 self._report_given_up(request, names, is_rejected=is_rejected)
         return QueryOfDeath(
             f"{len(suspicion.deaths)} workers ended while they ran this request ({names}), so it is"
@@ -409,7 +419,7 @@ class Suspects:
         Args:
             instance_id: the instance.
             running: the calls that it ran.
-            new: those of them that are no suspects and have just begun. They may have charges
+            new: the running calls that are no suspects and have just begun. They may have charges
                 that are explained.
         """
         suspects = {call for call in running if call.suspicion.unexplained_deaths()}
@@ -437,7 +447,7 @@ class Suspects:
     def _note_given_up(self, key: Key, *, is_certain: bool) -> bool:
         """Note that a request is given up.
 
-        Reject similar ones if it is probably the cause. Return whether they are rejected.
+        Reject similar requests if this one is probably the cause. Return whether they are rejected.
         """
         now = self._clock()
         given_up_until = self._given_up.get(key)
@@ -467,7 +477,7 @@ class Suspects:
         _drop_oldest(expiry_of, MAX_REJECTED)
 
     def completed(self, request: GenerateRequest) -> None:
-        """Note that a request was completed: those like it are probably innocent."""
+        """Note that a request was completed: requests like it are probably innocent."""
         # Without an entry, no time is spent on the digest.
         if self._given_up:
             self._given_up.pop(_key(request), None)

@@ -13,44 +13,47 @@ from dynamo_trtllm.protocol.number_types import ceil_div
 # The workers can take choices whose costs add up to this. Costs are integers, because rounding
 # errors of their sum would stay for ever.
 WINDOW: Final = 1 << 20
-# Steps may have more choices, but a worker for which so many wait is never idle.
+# Limit of the choices of a step that are counted. Steps may have more choices, but a worker for
+# which this many wait is never idle.
 _MAX_STEP_CHOICES: Final = 64
-# Waiting prompts may take a quarter of the KV blocks. At half of them, workers reject prompts, and
-# other frontends send some, too.
+# Waiting prompts may take a quarter of the KV blocks. They may not take more, because workers
+# reject prompts when half of the blocks are taken, and other frontends send prompts, too.
 _KV_DIVISOR: Final = 4
-# Choices that are prefilled while the batches of the decode workers are full: this part of a batch.
-# They use the slots that become free.
+# While the batches of the decode workers are full, some more choices are prefilled, so that they
+# can use the slots that become free. Their number is the batch size divided by _AHEAD_DIVISOR, but
+# at least _MIN_AHEAD.
 _AHEAD_DIVISOR: Final = 8
 _MIN_AHEAD: Final = 2
 
 
 class ChoiceCosts(NamedTuple):
-    """What one choice takes, as parts of WINDOW."""
+    """What one choice takes of the three stages of a start window, as parts of WINDOW."""
 
-    prefill: int  # until its prompt is computed
-    start: int  # until the first answer of its decode call
-    run: int  # until its end
+    prefill: int  # taken until the prompt of the choice is computed
+    start: int  # taken until the first answer of its decode call
+    run: int  # taken until its end
 
 
-FREE: Final = ChoiceCosts(0, 0, 0)
+FREE: Final = ChoiceCosts(0, 0, 0)  # the costs of a choice that takes nothing
 
 
 class _Limit(NamedTuple):
     """How many choices the workers can take. 0: not limited, or not known."""
 
     num_choices: int
-    tokens: int = 0  # of the prompts of these choices
+    tokens: int = 0  # how many tokens the prompts of these choices may have together
     block_tokens: int = 1  # a prompt takes whole blocks of this size
-    num_prompts: int = 1  # that the workers can take even if they have more tokens
+    num_prompts: int = 1  # how many prompts the workers can take, even of more tokens together
 
     def cost(self, prompt_tokens: int) -> int:
         """Return the part of WINDOW that a choice takes.
 
-        It is the larger one of two parts: that of one choice, and that of the tokens of its prompt.
+        It is the larger one of two parts: the part of one choice among `num_choices`, and the part
+        of the tokens of its prompt among `tokens`.
         """
         cost = 0
         if self.num_choices:
-            # Rounded down, so that `num_choices` of them fit.
+            # The part is rounded down, so that `num_choices` choices fit.
             cost = max(1, WINDOW // self.num_choices)
         if not self.tokens:
             return cost
@@ -70,8 +73,8 @@ class WorkerCapacity(NamedTuple):
         """Return what a choice takes.
 
         Args:
-            prompt_tokens: of its prompt.
-            computed_tokens: those that are probably in no prefix cache.
+            prompt_tokens: tokens of its prompt.
+            computed_tokens: tokens of its prompt that are probably in no prefix cache.
         """
         return ChoiceCosts(
             self.prefill.cost(computed_tokens),
@@ -112,7 +115,7 @@ def _new_capacity(view: ModelView, *, uses_all_paths: bool) -> WorkerCapacity | 
         decode = _united(view.decode, can_aggregate)
     if not prefill:
         return None
-    # One step runs, and the choices of the next one wait.
+    # While one step runs, the choices of the next step wait.
     in_prefill = 2 * sum(_step_choices(worker) for worker in prefill)
     # The KV of these choices is being transferred, or waits for a step.
     in_transfer = sum(_step_choices(worker) for worker in decode) if has_pairs else 0
@@ -121,8 +124,8 @@ def _new_capacity(view: ModelView, *, uses_all_paths: bool) -> WorkerCapacity | 
     num_prompts = 2 * len(prefill)
     step_tokens = [worker.limits.max_num_tokens for worker in prefill]
     if has_pairs:
-        # Elastic workers that get only decode calls compute few whole requests, beside streams.
-        # Prompts for them would all wait at the others.
+        # Elastic workers that get only decode calls compute few whole requests, beside streams. If
+        # prompts were counted for these workers, too, most of them would wait at the other workers.
         computing = {worker.id for worker in view.prefill}
         elastic = {worker.id for worker in prefill if worker.role is Role.ELASTIC}
         without_prompts = elastic - computing

@@ -39,11 +39,13 @@ from dynamo_trtllm.protocol.errors import NoInstances, TransferMismatch, Unsuppo
 from dynamo_trtllm.protocol.messages import GenerateRequest, Instance, Role
 
 _MAX_PAIRS_EXPLAINED = 100  # limit of the pairs that one error names with their reasons
-# The multiples of each, without their whole parts, are spread evenly over 0 to 1. Pairs of both are
-# spread evenly over the square, so the selections for decode and for prefill do not correlate.
+# The fractional parts of the multiples of each number are spread evenly over 0 to 1. The pairs of
+# both fractional parts are spread evenly over the unit square, so the selections for decode and for
+# prefill do not correlate.
 _DECODE_STEP: Final = (math.sqrt(5) - 1) / 2
 _PREFILL_STEP: Final = math.sqrt(2) - 1
-# No instance has it: a worker that runs whole requests has no prefill rank of its own.
+# The feature that requests with a prefill rank need at an aggregated worker. No instance has this
+# feature: an aggregated worker has no separate prefill rank.
 _NO_FEATURE: Final = "separate prefill workers"
 
 
@@ -55,11 +57,11 @@ class WorkerSelector:
 
     Args:
         view: the workers.
-        health: which of them are avoided.
+        health: which workers are avoided.
         placement: selects by cost or predicted times. None: round robin, or at random.
         selects_at_random: select at random instead of round robin.
         decode_fallback: without a prefill worker, decode workers run aggregated requests.
-        seed: of the selection at random. None: it differs from run to run.
+        seed: the seed of the selection at random. None: the seed differs from run to run.
     """
 
     view: ClusterView
@@ -103,10 +105,10 @@ class WorkerSelector:
             excluded: workers that may not be selected.
             avoid: prefill worker to select only if no other matches.
             waited_s: for how long the request has waited since it arrived.
-            may_reject: it is the first attempt, and the request may be rejected for its limits.
+            may_reject: the request may be rejected for its limits: this is its first attempt.
 
         Raises:
-            NoInstances, TransferMismatch: as `select_round_robin` does.
+            NoInstances, TransferMismatch: see `select_round_robin`.
             SloUnreachable: see `SloPlacement.select`.
             UnsupportedParameter: no workers support a field of the request.
         """
@@ -123,10 +125,10 @@ class WorkerSelector:
         cooling_down = self.health.cooling_down(now)
         select = partial(
             self._select_excluding,
-            request,
-            round_robin_index,
-            now,
-            avoid,
+            request=request,
+            round_robin_index=round_robin_index,
+            now=now,
+            avoid=avoid,
             waited_s=waited_s,
             may_reject=may_reject,
         )
@@ -140,16 +142,16 @@ class WorkerSelector:
 
     def _select_excluding(
         self,
+        excluded: frozenset[int],
+        *,
         request: GenerateRequest,
         round_robin_index: int,
         now: float,
         avoid: int | None,
-        excluded: frozenset[int],
-        *,
         waited_s: float,
         may_reject: bool,
     ) -> WorkerSelection:
-        """Select among the workers that are not excluded. Those with a share go first."""
+        """Select among the workers that are not excluded, first among those with a share."""
         view = self.view.model(request.model).excluding(excluded)
         sharing = view.sharing()
         select = partial(
@@ -181,13 +183,13 @@ class WorkerSelector:
         *,
         avoid: int | None,
     ) -> WorkerSelection:
-        """Return the selection, without KV transfer if elastic workers lack space for its KV.
+        """Return the selection, without KV transfer if elastic workers lack space for the KV.
 
-        Then one instance whose breaker is closed runs the whole request: if possible, one of the
-        two.
+        Without KV transfer, one instance whose breaker is closed runs the whole request. If
+        possible, it is one of the two selected ones.
 
         Raises:
-            NoInstances: the breakers of all instances that could do so are open.
+            NoInstances: the breakers of all instances that could run the whole request are open.
         """
         prefill = selection.prefill
         decode = selection.decode
@@ -197,7 +199,7 @@ class WorkerSelector:
         selected_two = [instance for instance in (decode, prefill) if instance.can_aggregate]
         closed = _closed(selected_two, breakers)
         if closed:
-            # The first one that is not to be avoided. False sorts before True.
+            # Take the first instance that is not to be avoided: False sorts before True.
             instance = min(closed, key=lambda instance: instance.id == avoid)
             return selection.aggregated(instance)
         others = _aggregating(view)
@@ -219,7 +221,7 @@ class WorkerSelector:
         waited_s: float,
         may_reject: bool,
     ) -> WorkerSelection:
-        """Select the workers of an attempt among those of a view."""
+        """Select the workers of an attempt from a view."""
         breakers = self.health.breakers
         if self.placement is not None:
             best = self.placement.select(
@@ -282,13 +284,14 @@ class WorkerSelector:
             return tuple(
                 decode
                 for decode in candidates
-                # An elastic worker does not fetch its own KV.
+                # An elastic worker never fetches KV from itself.
                 if decode.id != prefill.id
                 and not breakers.is_open((prefill.id, decode.id))
                 and can_transfer(prefill, decode, request)
             )
 
-        # Workers without a share of decode calls are only taken if no others can fetch the KV.
+        # Workers without a share of decode calls are only taken if no other worker can fetch the
+        # KV.
         decodes = able_to_fetch(group.sharing(view.shares).decode) or able_to_fetch(group.decode)
         if self.placement is not None:
             return self.placement.select_decode(view, decodes, request)
@@ -349,7 +352,7 @@ def select_round_robin(
 def _weighted(
     view: ModelView, instances: tuple[Instance, ...], role: Role, round_robin_index: int
 ) -> Instance:
-    """Return the instance whose turn it is, if each gets as many turns as its share says."""
+    """Return the instance whose turn it is. Each gets turns in proportion to its share."""
     step = _PREFILL_STEP if role is Role.PREFILL else _DECODE_STEP
     sums = view.cumulative_shares(instances, role)
     fraction = round_robin_index * step % 1.0
@@ -370,7 +373,8 @@ def _usable(view: ModelView, model: str, breakers: PairBreakers, avoid: int | No
         if not usable.paired:
             raise _all_open_error(model, breakers, _matching_pairs(view))
     if avoid is not None:
-        # A decode instance that works only with this prefill instance would use it again.
+        # Leave out the decode instances that work with no prefill instance but the one to avoid, if
+        # other decode instances remain.
         others = usable.without_decodes(_blocked_without(usable, breakers, avoid))
         if others.paired:
             usable = others
@@ -400,7 +404,7 @@ def _select_prefill(
         # prefill instance for itself.
         prefills = excluding(prefills, (decode.id,))
     if avoid is not None:
-        # If it is the only one, it is used.
+        # The instance to avoid is used if it is the only one.
         prefills = excluding(prefills, (avoid,)) or prefills
     if usable.shares:
         return _weighted(usable, prefills, Role.PREFILL, round_robin_index)
@@ -444,7 +448,7 @@ def _blocked_without(view: ModelView, breakers: PairBreakers, avoid: int | None)
         group = view.groups.get(view.keys.get(decode_id, ""), PairGroup())
         # Usually fewer breakers are open than there are prefill instances. Then a prefill instance
         # is usable, and the loop below is not needed.
-        max_unusable = len(partners) + 1  # with `avoid`
+        max_unusable = len(partners) + 1  # the instance `avoid` is one more
         if max_unusable < len(group.prefill):
             continue
         if all(
@@ -493,7 +497,7 @@ def _closed(instances: Iterable[Instance], breakers: PairBreakers) -> list[Insta
 
 
 def _all_open_error(model: str, breakers: PairBreakers, pairs: Iterable[Pair]) -> NoInstances:
-    """Return the error for a model of which the breakers of all pairs are open."""
+    """Return the error for a model whose pairs all have an open breaker."""
     some = itertools.islice(pairs, _MAX_PAIRS_EXPLAINED)
     # Each reason is named once, in the order of the pairs.
     reasons = dict.fromkeys(breakers.status(pair).reason or "not probed yet" for pair in some)
@@ -550,9 +554,11 @@ def _rejected_field(view: ModelView, lacking: Mapping[int, Set[str]]) -> str:
     Returns:
         "": the request can run as it is, or no request can run now.
     """
-    if not view.is_complete or view.excluding(frozenset(lacking)).is_complete:
+    can_any_run = view.is_complete
+    can_run_as_it_is = view.excluding(frozenset(lacking)).is_complete
+    if not can_any_run or can_run_as_it_is:
         return ""
-    # Begin with all fields left out. Put each back with which the request can still run.
+    # Begin with all fields left out. Put back each field with which the request can still run.
     left_out = sorted({field for fields in lacking.values() for field in fields})
     for field in tuple(left_out):
         others = [other for other in left_out if other != field]
