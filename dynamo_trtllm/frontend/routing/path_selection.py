@@ -345,6 +345,9 @@ def _aggregated_paths(
         if path is not Path.ON_AGGREGATED and not instance.can_aggregate:
             continue
         ttft_s = waited_s + worker.first_token_s()
+        lasting_ttft_s = ttft_s
+        if not worker.has_streams:
+            lasting_ttft_s = waited_s + worker.first_token_s(has_streams=True)
         prompt_gap_s = worker.prompt_gap_s()
         decode_gap_s = worker.decode_gap_s()
         # Running streams of the worker wait for the step with the prompt, and then for steps with
@@ -366,5 +369,5 @@ def _aggregated_paths(
                 decode_gap_s / limits.itl_s,
                 gap_s / limits.others_itl_s,
             ),
-            lasting_ttft_s=waited_s + worker.first_token_s(has_streams=True),
+            lasting_ttft_s=lasting_ttft_s,
         )
