@@ -295,7 +295,7 @@ class ExternalEngine(Engine, TransfersKv, GuardsKvTransfers, ChecksHealth, Repor
         """Shut the library down; called on a thread."""
         try:
             llm.shutdown()
-        except Exception as exc:  # noqa: BLE001 - libraries raise any class; the process ends anyway
+        except Exception as exc:  # noqa: BLE001 - logged; libraries raise errors of any class
             log.warning(
                 "%s failed to shut down; check for leftover processes: %s",
                 self._library_name,
