@@ -53,8 +53,8 @@ def check(values: Mapping[str, Any], release: ApiManifest, where: str) -> list[s
         where: name of the source; error texts begin with it.
 
     Returns:
-        A note for each key that the manifests do not cover, and for each word that may exist
-            although it is not listed.
+        A note for each key that the manifests do not cover, and for each value that the release may
+            allow although the manifests do not list it.
 
     Raises:
         ConfigError: names the first invalid key.
