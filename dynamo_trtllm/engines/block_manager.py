@@ -30,7 +30,7 @@ class CachedBlock:
         # A number that no other block of the engine gets. In KV events it is the block's hash.
         self.serial = serial
         self.key = key
-        self.number = number  # its place in the engine's memory
+        self.number = number  # place of the block in the engine's memory
         self.num_users = 1  # requests that use the block
         self.is_forgotten = False  # set by `BlockManager.forget`
 
@@ -77,7 +77,7 @@ class BlockManager:
     Args:
         num_blocks: number of blocks.
         block_tokens: tokens in a block.
-        has_prefix_cache: False: nothing is reused.
+        has_prefix_cache: False if no blocks are reused.
     """
 
     def __init__(self, num_blocks: int, block_tokens: int, *, has_prefix_cache: bool) -> None:

@@ -219,8 +219,8 @@ def check_request(
         transfers_kv: the engine accepts prefill and decode calls.
         engine: its name, for error texts.
         limit: the longest prompt; None: one that leaves one token of the context for output.
-        priority_argument: name of the argument that gives priorities an effect; "": the engine has
-            none.
+        priority_argument: name of the argument that gives priorities an effect; "" if the engine
+            has no such argument.
 
     Raises:
         RequestRejected: names the field.

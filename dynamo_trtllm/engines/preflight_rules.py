@@ -43,7 +43,7 @@ class PeerFacts(Generic[F]):
 
     mine: F
     peer: Instance
-    # values that this worker will register; None: not compared
+    # values that this worker will register; None if they are not to be compared
     kv_compat: Mapping[str, str] | None = None
 
     @property

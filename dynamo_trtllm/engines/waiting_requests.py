@@ -68,9 +68,9 @@ def queue_order(request: GenerateRequest) -> QueueOrder:
 def step_limit(most: int, prompt: GenerateRequest) -> int:
     """Return how many prompt tokens a step may have, if some of them are of a certain prompt.
 
-    They are a third of `most` if the client of the prompt is above its share. A client is above its
-    share only while another client is below its own. A prompt of that other client should not wait
-    for a long step: the prompt may come while the step runs, or be in the step itself.
+    The number is a third of `most` if the client of the prompt is above its share. A client is
+    above its share only while another client is below its own. A prompt of that other client should
+    not wait for a long step: this prompt may come while the step runs, or be in the step itself.
 
     Args:
         most: how many prompt tokens a step may have otherwise.

@@ -27,8 +27,8 @@ from dynamo_trtllm.protocol.streams import Generator, run_stream
 
 log = logging.getLogger(__name__)
 
-_DEADLINE_S = 600.0
-_SLOWEST = 5  # steps in the log
+_DEADLINE_S = 600.0  # longest time for one request
+_SLOWEST = 5  # the number of slowest steps that are logged
 # vLLM 0.24.0 samples top-k and top-p with kernels of its own from this number of requests on.
 _BATCH = 8
 _WARM_UP_SAMPLING = Sampling(max_tokens=3, temperature=1.0, ignore_eos=True)

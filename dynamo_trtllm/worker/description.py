@@ -24,7 +24,8 @@ from dynamo_trtllm.worker import startup
 from dynamo_trtllm.worker.service import WorkerAdmission
 from dynamo_trtllm.worker.timing import WorkerTiming
 
-_MAX_PENDING_TRANSFER_FRACTION = 0.5  # of the KV blocks; see `WorkerAdmission`
+# The share of the KV blocks that may await transfer, see `WorkerAdmission`.
+_MAX_PENDING_TRANSFER_FRACTION = 0.5
 
 
 def describe(

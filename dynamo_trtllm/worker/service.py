@@ -89,7 +89,8 @@ class WorkerAdmission:
     clock: Callable[[], float] = time.time
     timing: WorkerTiming = TIMING
     _num_active: int = field(default=0, init=False)
-    _prefill_blocks: int = field(default=0, init=False)  # of the prefill calls that run or wait
+    # KV blocks of the prefill calls that run or wait.
+    _prefill_blocks: int = field(default=0, init=False)
     # Reservation id -> when it expires.
     _reservations: dict[str, float] = field(default_factory=dict, init=False)
     # When the KV to transfer began to exceed its share. At each prefill call since then, it was

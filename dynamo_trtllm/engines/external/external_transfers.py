@@ -70,7 +70,8 @@ class ExternalTransfers(PendingTransfers):
     def kv_blocks(self) -> int:
         """The number of KV blocks of these transfers.
 
-        It is computed from the lengths of their prompts, because the library does not report it.
+        The number is computed from the lengths of the prompts, because the library does not report
+        it.
         """
         pending = sum(kv_blocks(self.identity.layout, tokens) for tokens in self.prompt_tokens)
         retained = sum(kv.num_blocks for kv in self._retained.values())

@@ -45,7 +45,7 @@ def is_available() -> bool:
 class LarkFormat(msgspec.Struct, frozen=True, array_like=True):
     """One format of a request as a grammar in llguidance's Lark syntax."""
 
-    # The format begins after these tokens. Empty: it begins with the first token.
+    # The format begins after these tokens. Without any, it begins with the first output token.
     trigger_ids: tuple[int, ...]
     grammar: str
 

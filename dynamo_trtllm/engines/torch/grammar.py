@@ -48,8 +48,8 @@ class GrammarMatcher:
         self._matcher = grammars[0].matcher
         self._stop_ids = list(stop_ids)
         self._unfinished_ids = list(unfinished_ids)
-        # The newest output tokens, which may be the begin of a trigger. None: the output follows
-        # `_matcher`, because a trigger has come or there are no triggers.
+        # The newest output tokens, with which a trigger may have begun. None once the output
+        # follows `_matcher`, because a trigger has come or there are no triggers.
         self._before_trigger: list[int] | None = [] if grammars[0].trigger_ids else None
         self._longest_trigger = max(len(grammar.trigger_ids) for grammar in grammars)
         self._mask_words = np.zeros((size + 31) // 32, dtype=np.int32)

@@ -75,7 +75,7 @@ class ForwardBatch:
     """The plan of one forward pass: slices of one token (decode), then the prompt chunks."""
 
     keys: Tensor  # [layers, blocks, block_tokens, kv_heads, head_dim]
-    values: Tensor  # as keys
+    values: Tensor  # the same shape as `keys`
     decodes: list[SequenceSlice]
     chunks: list[SequenceSlice]
     # int64 [tokens]: where KV goes, as block * block_tokens + offset.

@@ -41,7 +41,7 @@ def sample(
     Args:
         logits: [rows, vocabulary].
         rows: the sequence of each row.
-        finite: bool [rows]; a row with False gets no token. None: all rows may get one.
+        finite: bool [rows]; a row with False gets no token. If it is None, all rows may get one.
 
     Returns:
         The token of each row, with log-probabilities of the unmodified logits. None for a row that

@@ -397,7 +397,10 @@ class Scheduler:
     def _update_from_output(
         self, sampled: list[TorchSequence], tokens: list[SampledToken | None]
     ) -> None:
-        """Add the sampled tokens to their sequences. None: the output was NaN or infinite."""
+        """Add the sampled tokens to their sequences.
+
+        The token of a sequence is None if its output was NaN or infinite.
+        """
         for seq, token in zip(sampled, tokens, strict=True):
             if seq in self._prefilling:
                 seq.phases.end("prefill")

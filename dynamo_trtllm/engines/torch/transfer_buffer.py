@@ -213,7 +213,7 @@ class TransferBuffer:
     def free(self, allocation: Allocation) -> None:
         """Free the space.
 
-        It can be allocated again once the copies that are queued so far are done.
+        The space can be allocated again once the copies that are queued so far are done.
         """
         event = self.record_event()
         if event is None:
@@ -239,7 +239,7 @@ class TransferBuffer:
     def _first_gap(self, num_bytes: int, part: _BufferPart) -> int | None:
         """Return the offset of the first free range of a part that is large enough.
 
-        The first range is taken to keep allocations together at the begin of the part. So the
+        The first range is taken to keep allocations together at the start of the part. So the
         memory behind them stays unused, and the system does not map it.
         """
         begin = part.begin

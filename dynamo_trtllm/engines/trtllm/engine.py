@@ -413,7 +413,8 @@ def unsupported_features(facts: RoleFacts, bindings: TrtllmBindings) -> tuple[st
             ", ".join(features),
             release.title,
         )
-    return (*features, "prompt_logprobs")  # this adapter does not pass them on
+    # This adapter does not pass log-probabilities of prompts on.
+    return (*features, "prompt_logprobs")
 
 
 def supported_features(facts: RoleFacts, bindings: TrtllmBindings) -> tuple[str, ...]:

@@ -89,7 +89,7 @@ class TrtllmLibrary:
     model_limits: TrtllmModelLimits
     instance_id: int  # id of the worker
     kv_transfer_ttl_s: float  # time until a KV transfer expires
-    # Seconds until TensorRT-LLM frees KV that was not fetched. Infinity: it never frees it.
+    # Seconds until TensorRT-LLM frees KV that was not fetched; infinity if it never frees this KV.
     kv_timeout_s: float = math.inf
     # the cache transceiver, CPP or PYTHON; None: TensorRT-LLM chooses it
     runtime: str | None = None
@@ -98,7 +98,7 @@ class TrtllmLibrary:
     # Calls of the library that are made on the event loop.
     calls: BlockingCalls = field(default_factory=BlockingCalls)
     last_result_at: float = field(default_factory=time.monotonic)
-    # tokens in a KV block, as this worker registers them; 0: not registered yet
+    # tokens in a KV block, as this worker registers them; 0 before it has registered
     block_tokens: int = 0
     # The numbers of context-only calls.
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
@@ -190,7 +190,7 @@ class TrtllmLibrary:
         """
         for row in self._stats_poller.last_rows:
             text = f"TensorRT-LLM is stalled; the last statistics: {json.dumps(row, default=str)}"
-            log.error(text)  # as an argument of `error`, it would be cut to `VALUE_CHARS`
+            log.error(text)  # an argument of `error` would be cut to `VALUE_CHARS` characters
         log_thread_stacks(log)
 
     def _is_healthy(self) -> bool:
@@ -264,7 +264,7 @@ class TrtllmCall:
         self._fetches_kv = request.kv_params is not None
         self._result: Any = None
         self._last_result_at = math.inf  # when the last result came; infinity: none has come
-        # Alternatives per token; None: no log-probabilities.
+        # The number of alternatives per token; None if no log-probabilities are wanted.
         self._num_alternatives = request.sampling.logprobs
         # Log-probabilities of the tokens that the prefill worker has generated.
         self._first_logprobs: Sequence[TokenLogprob] = ()

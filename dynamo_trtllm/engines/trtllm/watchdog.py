@@ -91,7 +91,7 @@ class HangDetector:
         self._calls = calls
         self._recorded_failure = recorded_failure
         self._iterated_at = iterated_at
-        # An event that the next turn of the event loop sets. None: no turn was requested.
+        # An event that the next turn of the event loop sets; None if no turn was requested.
         self._turn: threading.Event | None = None
         self._still_s = 0.0  # time since a turn of the event loop was requested
         # The call, and the time of the last iteration, as the last look saw them.

@@ -174,7 +174,8 @@ class _KvSource(NamedTuple):
 class VllmCall:
     """One request in AsyncLLM.
 
-    Its outputs arrive within vLLM's own step: without a task and a wake-up per token.
+    vLLM's output handler passes the outputs on directly, so that no task has to wake up for each
+    token.
     """
 
     def __init__(
@@ -185,7 +186,7 @@ class VllmCall:
         call_id: str,
         source: _KvSource | None = None,
     ) -> None:
-        self._source = source  # None: it fetches no KV
+        self._source = source  # None if the call fetches no KV
         self.exports_kv = converted.exports_kv
         self.stop_ids = converted.stop_ids
         self.num_generated = 0
@@ -199,7 +200,7 @@ class VllmCall:
         self._fetches_kv = request.kv_params is not None
         self._is_aborted = False
         self._is_submitted = False
-        # The number of alternatives per token. None: no log-probabilities.
+        # The number of alternatives per token; None if no log-probabilities are wanted.
         self._num_alternatives = request.sampling.logprobs
         self._tokens_of_prefill = converted.tokens_of_prefill
         # The log-probabilities of the first output token, from the prefill engine.
@@ -207,8 +208,8 @@ class VllmCall:
         if request.kv_params is not None:
             self._first_logprobs = request.kv_params.first_logprobs
         scores_prompt = request.sampling.prompt_logprobs is not None and not self._fetches_kv
-        # The request, until the log-probabilities of its prompt are returned. None: the
-        # log-probabilities were returned, or the client does not want them.
+        # The request, until the log-probabilities of its prompt are returned; None afterwards, or
+        # if the client does not want them.
         self._unscored = request if scores_prompt else None
 
     async def run(self, receiver: ResultReceiver) -> None:

@@ -24,7 +24,7 @@ class VllmFacts:
     role: Role
     args: arguments.LibraryArgs
     model: Checkpoint
-    gpu: Gpu | None  # None: no GPU is visible
+    gpu: Gpu | None  # None if no GPU is visible
     num_gpus: int
 
     @property

@@ -150,7 +150,7 @@ class KvReleaser:
         # The number of earlier attempts, by the id of the call whose KV is to be freed.
         self._wanted: dict[str, int] = {}
         self._wake = asyncio.Event()
-        self._timers: set[asyncio.TimerHandle] = set()  # of ids that are posted later
+        self._timers: set[asyncio.TimerHandle] = set()  # timers of ids that are posted later
         self._task: asyncio.Task[None] | None = None
 
     def post(self, request_id: str, *, has_expired: bool = False) -> None:

@@ -38,7 +38,7 @@ class StatsPoller(Poller):
         self._num_ranks = num_ranks
         self._rows: dict[int, Mapping[str, Any]] = {}  # the last row of each rank
         self._first: Future[None] = Future()  # done once there are rows
-        self.step_reader: StepReader | None = None  # None: steps are not read
+        self.step_reader: StepReader | None = None  # None if steps are not to be read
         self.counts = Counts()
         self.kv_cache = KvCacheSize()  # the sizes in the last row
         self.changed_at = time.monotonic()

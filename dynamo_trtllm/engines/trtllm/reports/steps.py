@@ -64,7 +64,7 @@ class _Iteration:
             self.cached_tokens += other.cached_tokens or 0
 
 
-# The begin of the executor's clock, in local time as the times in rows. Only differences of times
+# The start of the executor's clock, in local time as the times in rows. Only differences of times
 # are used.
 _EPOCH = datetime(2020, 1, 1)
 # Fetching requests takes less than this time, unless the iteration waits for a request.
@@ -80,21 +80,20 @@ class StepReader:
     about 1.2 and of main of 2026-10. It was never run with TensorRT-LLM. Each iteration that
     computed something has a row. No field of a row is the time of the step:
 
-    * `iterLatencyMS` is the time from the begin of the iteration until its results were read. That
+    * `iterLatencyMS` is the time from the start of the iteration until its results were read. That
       includes a wait for requests at its begin. With the overlap scheduler, the next iteration
       reads the results: it spans two steps.
     * `hostStepTimeMS` (1.3 candidates), with the overlap scheduler, is mostly the time of the step
       before.
     * `gpuForwardTimeMS` (1.3 candidates) leaves out sampling and the executor's own work.
 
-    So the begin of a step is taken as the time at which it is launched and the step before has
-    ended. The end of a step is taken as the time at which its results are read. Two times are
-    candidates for the time of the read. Waits for requests can make each of them too late, so the
-    earlier one is used:
+    So a step is taken to start once it is launched and the step before has ended. A step is taken
+    to end when its results are read. Two times are candidates for the time of this read. Waits for
+    requests can make each of them too late, so the earlier one is used:
 
-    * `timestamp` plus the latency. `timestamp` is after the wait at the begin of the iteration, and
+    * `timestamp` plus the latency. `timestamp` is after the wait at the start of the iteration, and
       the latency includes this wait again.
-    * the begin of the iteration after the read. This is after the wait that may follow the step.
+    * the start of the iteration after the read. This is after the wait that may follow the step.
 
     The following steps give no samples:
 
@@ -102,7 +101,7 @@ class StepReader:
     * steps between two waits for requests, and with the overlap scheduler also steps before one
       wait. If the row has `gpuForwardTimeMS`, steps with prompt tokens use this time instead;
     * with the overlap scheduler, decode steps before a step with prompt tokens, because the launch
-      of the prompts can delay the read. The begin of the next step is computed as if the decode
+      of the prompts can delay the read. The start of the next step is computed as if the decode
       step had taken as long as the decode step before;
     * steps of the warm-up.
 
@@ -141,9 +140,9 @@ class StepReader:
         self._longest_prompt = 0  # tokens of the longest prompt in the last two polls
         self._longest_of_poll = 0  # tokens of the longest prompt in the last poll
         self._pending: list[_Iteration] = []  # the oldest is the next one to become a sample
-        # When the step before the oldest pending one ended; None: not known.
+        # When the step before the oldest pending step ended; None if this is not known.
         self._ended_s: float | None = None
-        self._decode_s = 0.0  # time of the last decode step; 0: not known
+        self._decode_s = 0.0  # time of the last decode step; 0 if it is not known
         self._is_warm_up = True
 
     def read(self, rows: Sequence[Mapping[str, Any]]) -> None:

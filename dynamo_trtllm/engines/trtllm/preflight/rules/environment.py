@@ -9,8 +9,8 @@ from dynamo_trtllm.protocol.messages import Role
 
 SECTION: RuleSection[RoleFacts] = RuleSection("Environment")
 _DISAGGREGATED = (Role.PREFILL, Role.DECODE)
-# Entries of UCX_TLS that begin so leave a CUDA transport in use. "^…" excludes the listed
-# transports, and all other transports stay.
+# If an entry of UCX_TLS has one of these prefixes, UCX uses a CUDA transport. "^…" excludes the
+# listed transports, and all other transports stay.
 _CUDA_TRANSPORTS = ("cuda", "all", "^")
 _SUBNET = "UCX_IB_ROCE_LOCAL_SUBNET"
 _MNNVL = "UCX_CUDA_IPC_ENABLE_MNNVL"
