@@ -90,7 +90,8 @@ class BlockManager:
         # Cached blocks without users, by serial number. The least recently used one is the first.
         self._unused: OrderedDict[int, CachedBlock] = OrderedDict()
         self._last_serial = 0
-        self._num_changes = 0  # changes after which a refused request may have enough blocks
+        # The number of changes after which a request that got too few blocks may get enough.
+        self._num_changes = 0
 
     @property
     def num_used(self) -> int:

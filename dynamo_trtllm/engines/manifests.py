@@ -56,7 +56,7 @@ class LibraryReleases:
     # gaps. The oldest release comes first.
     manifests: dict[str, tuple[str, ...]]
     development: str | None = None  # manifest of an unreleased commit
-    # key -> smallest and largest number, or item of a list
+    # key -> the smallest and the largest value of a number, or of each item of a list
     ranges: dict[str, tuple[int | float, int | float | None]]
     # types for whose values upper and lower case do not matter: names of enumerations, or "Literal"
     # for all literals

@@ -98,6 +98,7 @@ class RobustFit:
     can_change: bool = False
 
     def __post_init__(self) -> None:
+        # The newest samples of each kind. The kind that was seen last is the last.
         self._kinds: dict[Hashable, deque[_Sample]] = {}
         self._coefficients = self.prior
         self._is_prior = self.prior is not None  # True until the first fit
@@ -137,7 +138,7 @@ class RobustFit:
             predicted_s = sum(map(mul, self._coefficients, features))
             ratio = seconds / max(1e-9, predicted_s)
             self._evaluate(ratio)
-            # A prior has no ratios of kinds. It may be far off, so samples of all kinds count.
+            # A prior has no ratios of kinds. As a prior may be far off, samples of all kinds count.
             kind_ratio = 1.0 if self._is_prior else self._kind_ratios.get(kind)
             if kind_ratio is not None:
                 self._known_ratios.append(_NumberedRatio(self.num_samples, ratio / kind_ratio))

@@ -34,7 +34,7 @@ ENDS: Mapping[str, FinishReason] = {"stop": FinishReason.STOP, "length": FinishR
 class Counts(NamedTuple):
     """Counters of the library. A counter that the library does not report is 0."""
 
-    waiting: int = 0  # requests
+    waiting: int = 0  # waiting requests
     kv_blocks_used: int = 0
     kv_blocks_total: int = 0
 
@@ -107,7 +107,7 @@ class LibraryCall(Protocol):
     def abort(self) -> None:
         """Ask the library to end the call, without waiting.
 
-        Its last result still goes to the receiver.
+        The last result of the call still goes to the receiver.
         """
 
     def release_kv(self, *, has_expired: bool) -> float | None:
@@ -124,7 +124,7 @@ class Library(Protocol):
     """A loaded library. The engine shuts the library down after `aclose`."""
 
     transfer_hint: str  # where to look when the KV of a prompt was not received
-    can_abort_fetch: bool  # a decode call may be aborted while the library fetches its KV
+    can_abort_fetch: bool  # True if a decode call may be aborted while the library fetches its KV
     keeps_unfetched_kv: bool  # see `EngineInfo.keeps_unfetched_kv`
 
     def prepare(self, request: GenerateRequest, kv_params: KvTransferParams | None) -> LibraryCall:
@@ -152,7 +152,7 @@ class Library(Protocol):
         """Return the library's counters, which may be out of date.
 
         Args:
-            is_idle: no call runs, and no KV transfer is pending.
+            is_idle: True if no call runs and no KV transfer is pending.
         """
 
     async def aclose(self) -> None:

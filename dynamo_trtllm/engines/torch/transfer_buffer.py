@@ -88,7 +88,7 @@ def _factors(device: torch.device) -> Tensor:
 # The size of a region. It is large enough to amortize the cost per region, and small enough to
 # divide a prompt into several regions.
 REGION_BYTES = {"cuda": 128 << 20, "cpu": 4 << 20}
-_ALIGNED_BYTES = 4096
+_ALIGNED_BYTES = 4096  # allocations begin at multiples of this number
 
 
 class Allocation(NamedTuple):

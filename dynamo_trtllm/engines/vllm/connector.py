@@ -74,7 +74,8 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
         self._failed: set[str] = set()
         # Reads in `_failed` whose failure a step has reported.
         self._reported_failures: set[str] = set()
-        # A vLLM that needs no patch for failed reads reports them in `get_transfer_results`.
+        # True for releases without the patch for failed reads: vLLM itself reports failed reads
+        # there, in `get_transfer_results`.
         self._asks_for_results = not failed_reads.is_needed()
         self._posted: dict[str, float] = {}  # when the read of each request was posted
         # For each ended read that is not reported yet: when it was posted, and when its end was
@@ -92,10 +93,10 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
             early_notice.note_worker_half(self, vllm_config)
 
     def _note_posts(self, worker: Any) -> None:
-        """Note when each read was posted.
+        """Note when each read was posted, in vLLM's method `_read_blocks_for_req`.
 
-        With a release that lacks this method, `kv_transfer.read` is 0, and ended reads are noticed
-        a step later.
+        If a release lacks this method, `kv_transfer.read` is 0, and ended reads are noticed a step
+        later.
         """
         read = getattr(worker, "_read_blocks_for_req", None)
         if read is None:

@@ -80,9 +80,9 @@ class StepReader:
     about 1.2 and of main of 2026-10. It was never run with TensorRT-LLM. Each iteration that
     computed something has a row. No field of a row is the time of the step:
 
-    * `iterLatencyMS` is the time from the start of the iteration until its results were read. That
-      includes a wait for requests at its begin. With the overlap scheduler, the next iteration
-      reads the results: it spans two steps.
+    * `iterLatencyMS` is the time from the start of the iteration until its results were read. This
+      time includes a wait for requests at the start of the iteration. With the overlap scheduler,
+      the next iteration reads the results, so this time spans two steps.
     * `hostStepTimeMS` (1.3 candidates), with the overlap scheduler, is mostly the time of the step
       before.
     * `gpuForwardTimeMS` (1.3 candidates) leaves out sampling and the executor's own work.
@@ -178,7 +178,8 @@ class StepReader:
             overlaps = self._is_overlapping(last, new)
             has_changed = overlaps is not self._overlaps
             self._overlaps = overlaps
-            # The executor's first two rows show the state for the first time: that is no change.
+            # The executor's first two rows show for the first time which scheduler runs. That is no
+            # change.
             if has_changed and len(self._pending) > 1:
                 self._restart()
         self._pending.append(new)
@@ -202,8 +203,8 @@ class StepReader:
         """
         if last.read_s < new.begun_s:
             return False
-        # The latency of an iteration that has waited for requests says nothing: it includes the
-        # wait.
+        # The latency of an iteration that has waited for requests includes the wait, so it does not
+        # show the scheduler.
         return self._overlaps or (not last.was_idle and last.read_s - new.begun_s > _SLACK_S)
 
     def _seconds(self) -> float:
@@ -226,8 +227,8 @@ class StepReader:
         step_before_ended_s = self._ended_s
         ended_s = min(step.read_s, after.begun_s)
         self._ended_s = None if step.was_idle and after.was_idle else ended_s
-        # The reader waited for requests while the results were there. So they may have been read
-        # long after the step had ended.
+        # The reader has waited for requests, maybe while the results were ready. So it may have
+        # read them long after the step had ended.
         if reader.was_idle or reader.read_s - last.begun_s > _SLACK_S:
             self._ended_s = reader.begun_s
             return 0.0
