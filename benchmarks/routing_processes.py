@@ -62,7 +62,7 @@ class LossyPrefixes(ClusterPrefixes):
 if __name__ == "__main__":
     # These changes are only for measurements, so there are no flags for them.
     scheduler.BlockManager = WritingManager  # type: ignore[attr-defined]
-    stream._OPENING = (_MESSAGE,)  # type: ignore[assignment]
+    stream._HARMONY_PREFIX = (_MESSAGE,)  # type: ignore[assignment]
     run_app.ClusterPrefixes = LossyPrefixes  # type: ignore[attr-defined]
     mains = {"worker": worker.main, "frontend": frontend.main}
     run_main = mains[sys.argv.pop(1)]

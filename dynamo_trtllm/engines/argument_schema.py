@@ -53,8 +53,8 @@ def check(values: Mapping[str, Any], release: ApiManifest, where: str) -> list[s
         where: name of the source; error texts begin with it.
 
     Returns:
-        A note for each key that the manifests do not cover, and for each word that may exist
-            although it is not listed.
+        A note for each key that the manifests do not cover, and for each value that the release may
+            allow although the manifests do not list it.
 
     Raises:
         ConfigError: names the first invalid key.
@@ -63,8 +63,8 @@ def check(values: Mapping[str, Any], release: ApiManifest, where: str) -> list[s
 
 
 def default(release: ApiManifest, key: str, given: Mapping[str, Any]) -> Any:
-    """Return the release's default of a dotted key; None if it has none, is unknown, or its section
-    is null.
+    """Return the release's default of a dotted key; None if there is no default, if the default is
+    unknown, or if the key's section is null.
 
     Args:
         release: API of the library.
@@ -72,6 +72,7 @@ def default(release: ApiManifest, key: str, given: Mapping[str, Any]) -> Any:
         given: the arguments that are set. A section exists if one of its keys is set.
     """
     parent, _, _ = key.rpartition(".")
+    # A section of which no key is set exists only if the default of the section is an object.
     while parent and parent not in given:
         above = find(release, parent).field
         if above is None or not above.default_is_object:
@@ -106,13 +107,14 @@ def is_known(library: LibraryReleases, key: str) -> bool:
 def removed(release: ApiManifest, key: str) -> str:
     """Return the names of the releases that have an argument which this release probably lacks.
 
-    That is: its own API was not read, and the nearest release that was read lacks the argument. ""
-    in all other cases, and if no release has the argument.
+    A release probably lacks an argument if the API of the release was not read, and the nearest
+    release that was read lacks the argument. Return "" in all other cases, and if no release has
+    the argument.
     """
-    return _releases_with(release.library, key) if _is_missing(release, key) else ""
+    return _releases_with(release.library, key) if _is_probably_missing(release, key) else ""
 
 
-def _is_missing(release: ApiManifest, key: str) -> bool:
+def _is_probably_missing(release: ApiManifest, key: str) -> bool:
     """Return True if a release was not read, and the nearest one has no such argument."""
     nearest = release.nearest_read
     return nearest is not None and find(nearest, key).presence is Presence.ABSENT
@@ -132,7 +134,7 @@ def _check(
             seen = f" (it is {places})" if places else ""
             library = f"{release.library.name} {release.title}"
             why = f"its schema in {library} is unknown"
-            if _is_missing(release, key):
+            if _is_probably_missing(release, key):
                 why = f"{library} has no such argument"
             yield f"{key} is passed on unchecked: {why}{seen}"
         elif field is not None and _is_open(key, value, field, owner, release):
@@ -188,7 +190,9 @@ def _known_places(library: LibraryReleases, key: str) -> str:
 
 
 def _classes_of(library: LibraryReleases, parent: str) -> set[str]:
-    """Return the classes whose fields stand under a key in any release, or the root's class."""
+    """Return the classes whose fields stand under a key in any release; the root class if there are
+    none.
+    """
     classes: set[str] = set()
     if parent:
         for release in library.releases:
@@ -199,10 +203,10 @@ def _classes_of(library: LibraryReleases, parent: str) -> set[str]:
 
 
 def _is_open(key: str, value: Any, field: ManifestField, owner: str, release: ApiManifest) -> bool:
-    """Return True if the only fault of a value is a word that the manifest does not list, and the
-    release may have it, because not all its words were read.
+    """Return True if the manifest does not list a value, but the release may allow it, because not
+    all its allowed values were read.
 
-    False for a word that is known to be removed.
+    Return False for a value that is known to be removed.
     """
     is_removed = str(value) in release.library.removed_values.get(key, {})
     if is_removed or value_types.fits(value, field.type, release):
@@ -242,8 +246,8 @@ def _is_within(value: Any, low: float, high: float | None) -> bool:
 
 
 def owners(release: ApiManifest, field: ManifestField) -> tuple[str, ...]:
-    """Return the configuration classes that describe the keys of a mapping; only the known ones if
-    there are any.
+    """Return the configuration classes that describe the keys of a mapping. If the manifest has
+    fields of any of them, return only those.
     """
     named = value_types.config_classes(field.type)
     return tuple(name for name in named if release.fields(name)) or named

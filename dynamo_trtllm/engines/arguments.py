@@ -1,9 +1,9 @@
-"""Merge an engine's arguments from a worker's configuration, check them by its schema, and remember
-their sources.
+"""Merge an engine's arguments from a worker's configuration, check them by the engine's schema, and
+remember their sources.
 
 Later sources override earlier ones: YAML < environment < flag < override JSON. The schema is a
-pydantic model if the engine belongs to this package, and the manifest of a release if it wraps a
-library.
+pydantic model if the engine belongs to this package, and the manifest of a release if the engine
+wraps a library.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def check_source(source: Source, release: ApiManifest) -> list[str]:
         release: API of the library.
 
     Returns:
-        A note for each key, and for each word, that can't be checked.
+        A note for each key and each value that can't be checked.
 
     Raises:
         ConfigError: names the source and the key at fault.
@@ -193,7 +193,7 @@ def described_library_arguments(args: LibraryArgs) -> DescribedArguments:
 def _default(args: LibraryArgs, key: str) -> SourcedValue:
     """Return the release's default of an argument.
 
-    The source of the value says if the argument's class was read in part only.
+    The source of the value says if only a part of the argument's class was read.
     """
     release = args.release
     _, field, owner = library_schema.find(release, key)
@@ -248,9 +248,11 @@ def _merged(config: WorkerConfig, schema: type[BaseModel], engine: str) -> Merge
     """Return the merged arguments. Raises ConfigError for an argument that the engine lacks."""
     settings = {name: getattr(config, name) for name in ENGINE_FLAGS}
     given = {name: value for name, value in settings.items() if value is not None}
-    # Every engine supports a parallel size of 1, even if it has no argument for it.
-    ones = {name for name, value in given.items() if name.endswith("_parallel_size") and value == 1}
-    left_out = ones - schema.model_fields.keys()
+    # Every engine supports a parallel size of 1, even if the engine has no argument for this size.
+    sizes_of_1 = {
+        name for name, value in given.items() if name.endswith("_parallel_size") and value == 1
+    }
+    left_out = sizes_of_1 - schema.model_fields.keys()
     names = [name for name in given if name not in left_out]
     for name in names:
         _reject_foreign(config, name, schema, engine)

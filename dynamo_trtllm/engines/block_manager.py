@@ -1,9 +1,10 @@
-"""Reserve the KV blocks of requests, reuse full blocks of earlier ones, and evict those that no
-request uses.
+"""Reserve the KV blocks of requests, reuse full blocks of earlier requests, and evict blocks that
+no request uses.
 
-A block is found by its tokens and the block before it, and the first one by its tokens and the
-cache salt. These values are compared, not a hash of them, so KV of another prompt is never reused.
-The engine owns the memory, of which this module knows block numbers only.
+The key of a block consists of its tokens and of the block before it. The first block of a prompt
+has the cache salt in place of a block before it. Keys are compared themselves, not by a hash, so KV
+of another prompt is never reused. The engine owns the memory of the blocks. This module knows only
+their numbers.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import NamedTuple
 from dynamo_trtllm.protocol.kv_events import BlocksRemoved, BlocksStored, KvBlock, OnKvEvents
 from dynamo_trtllm.protocol.messages import TokenIds
 
-# What a block is found by: the serial number of the block before it (for the first block, the cache
-# salt), and the tokens of the block.
+# The serial number of the block before (for the first block of a prompt, the cache salt), and the
+# tokens of the block.
 _Key = tuple[int | str | None, bytes]
 
 
@@ -29,9 +30,9 @@ class CachedBlock:
         # A number that no other block of the engine gets. In KV events it is the block's hash.
         self.serial = serial
         self.key = key
-        self.number = number  # its place in the engine's memory
-        self.num_users = 1  # requests
-        self.is_forgotten = False
+        self.number = number  # place of the block in the engine's memory
+        self.num_users = 1  # requests that use the block
+        self.is_forgotten = False  # set by `BlockManager.forget`
 
 
 class BlockTable:
@@ -41,10 +42,11 @@ class BlockTable:
 
     def __init__(self) -> None:
         self.numbers: list[int] = []  # numbers of its blocks, in the order of its tokens
-        # Cached blocks with the same content as the first blocks of the request. Where another
-        # request has stored that content before, the block's number is not the one in `numbers`.
+        # The cached blocks with the same content as the first blocks of the request. If another
+        # request stored the same content earlier, the cached block is the block of that request,
+        # and its number differs from the number at the same place in `numbers`.
         self.chain: list[CachedBlock] = []
-        # The manager's `_num_changes` when it last had too few blocks for the request.
+        # The manager's `_num_changes` when the manager last had too few blocks for the request.
         self.refused_at = -1
 
     def uncached_blocks(self) -> list[int]:
@@ -75,7 +77,7 @@ class BlockManager:
     Args:
         num_blocks: number of blocks.
         block_tokens: tokens in a block.
-        has_prefix_cache: False: nothing is reused.
+        has_prefix_cache: False if no blocks are reused.
     """
 
     def __init__(self, num_blocks: int, block_tokens: int, *, has_prefix_cache: bool) -> None:
@@ -88,7 +90,8 @@ class BlockManager:
         # Cached blocks without users, by serial number. The least recently used one is the first.
         self._unused: OrderedDict[int, CachedBlock] = OrderedDict()
         self._last_serial = 0
-        self._num_changes = 0  # changes after which a refused request may have enough blocks
+        # The number of changes after which a request that got too few blocks may get enough.
+        self._num_changes = 0
 
     @property
     def num_used(self) -> int:
@@ -103,13 +106,14 @@ class BlockManager:
         Cached blocks with which its prompt begins are reused. Other cached blocks that no request
         uses are evicted if the request needs their place.
 
-        The first waiting request asks before each step. So after a refusal, nothing is computed
-        until blocks were freed or stored.
+        Engines call this method before each step for the first waiting request. To save time, the
+        answer to a request that got no blocks stays False, without a search, until blocks were
+        freed or stored.
 
         Args:
             table: the request's table, without blocks.
-            prompt: its tokens; None reuses nothing. The last one is never reused, because the
-                engine needs its logits.
+            prompt: its tokens; None reuses nothing. The block of the last token is never reused,
+                because the engine has to compute the logits of this token.
             salt: blocks of requests with another salt are not reused.
             num_blocks: blocks that the request needs, the reused ones included.
 
@@ -149,6 +153,7 @@ class BlockManager:
         """
         if not self._has_prefix_cache:
             return
+        # A waiting request may reuse these blocks, and then needs fewer new blocks.
         self._num_changes += 1
         size = self._block_tokens
         width = tokens.itemsize
@@ -203,8 +208,9 @@ class BlockManager:
         table.chain = []
 
     def _match(self, prompt: TokenIds, salt: str | None) -> list[CachedBlock]:
+        """Return the cached blocks with which a prompt begins, without that of its last token."""
         found: list[CachedBlock] = []
-        size = self._block_tokens * prompt.itemsize
+        size = self._block_tokens * prompt.itemsize  # bytes of the tokens of a block
         data = prompt.tobytes()
         before: int | str | None = salt
         for begin in range(0, len(data) - size, size):
@@ -224,10 +230,12 @@ class BlockManager:
     def _release(self, chain: Sequence[CachedBlock]) -> list[int]:
         """End the use of cached blocks.
 
-        Return the numbers of those that are free, because they were forgotten.
+        Return the numbers of the blocks that are free now. Those are the blocks without users that
+        were forgotten.
         """
         free = []
-        # The last blocks come first, and are evicted first: they can't be found without the others.
+        # Blocks that become unused first are evicted first. The last blocks of the chain should be
+        # evicted before the others, because they can't be found without the others.
         for block in reversed(chain):
             block.num_users -= 1
             if block.num_users:

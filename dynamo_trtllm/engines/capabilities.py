@@ -1,7 +1,7 @@
 """Define what an engine may do besides the five methods of `Engine`.
 
-An engine says what it can do by its base classes, and a worker asks with `isinstance`. Python
-creates no engine that lacks a method of one of its base classes.
+An engine says what it can do by its base classes, and a worker asks with `isinstance`. Python can't
+create an engine whose class lacks a method of one of its base classes.
 """
 
 from __future__ import annotations
@@ -43,9 +43,11 @@ class TransfersKv(ABC):
 
 
 class GuardsKvTransfers(ABC):
-    """An engine that checks where it fetches KV, and who fetches its own.
+    """An engine that checks the addresses from which it fetches KV, and the workers that fetch KV
+    from it.
 
-    Without this, a worker still checks the signature of the parameters of a call.
+    The worker of any other engine still checks the signature of the KV transfer parameters of each
+    call.
     """
 
     @abstractmethod
@@ -55,7 +57,7 @@ class GuardsKvTransfers(ABC):
         A decode engine awaits `guard.check_address` before it connects, and may present
         `guard.reader_proof`, which the prefill engine checks with `guard.is_reader_proof`. A
         worker calls this method once, before `start`. The worker itself checks the signatures of
-        parameters, before it calls `generate`.
+        KV transfer parameters, before it calls `generate`.
         """
 
 
@@ -66,7 +68,7 @@ class ChecksHealth(ABC):
     async def check(self) -> None:
         """Raise EngineFailed if the engine can no longer serve requests.
 
-        A worker calls it every second.
+        A worker calls this method every second.
         """
 
 
@@ -101,7 +103,7 @@ class MeasuresSteps(ABC):
     def steps(self) -> deque[StepSample]:
         """The newest measured steps, at most 512, the oldest first.
 
-        The worker, their only reader, removes them.
+        The worker is the only reader of the steps, and removes the steps that it has read.
         """
 
 
@@ -130,9 +132,9 @@ class Sleeps(ABC):
 
     @abstractmethod
     async def sleep(self) -> None:
-        """Release GPU memory.
+        """Release GPU memory. Raises EngineFailed.
 
-        No request runs, and none comes before `wake`. Raises EngineFailed.
+        The worker calls this method while no request runs, and sends no request before `wake`.
         """
 
     @abstractmethod

@@ -49,31 +49,31 @@ class EngineInfo:
     # How frontends turn conversations into tokens. "harmony" is the format of gpt-oss.
     # "chat_template" needs `files`.
     renderer: str
-    layout: KvLayout = NO_KV_LAYOUT  # engines that transfer no KV need none
+    layout: KvLayout = NO_KV_LAYOUT  # the default is for engines that transfer no KV
     limits: Limits = field(default_factory=Limits)
-    # what prefill and decode must share besides the layout
+    # values, besides the layout, that must be equal in prefill and decode
     kv_compat: Mapping[str, str] = field(default_factory=dict)
     # What the engine does not support: fields of Sampling, "cache_salt" or "resumed_tokens". An
     # engine that lists "resumed_tokens" treats output of another worker as prompt, which is
     # equivalent only for greedy requests without grammar and penalties.
     unsupported_features: tuple[str, ...] = ()
-    # "priority" and "dp_rank", if requests may have them. Only such workers get requests that need
-    # them.
+    # "priority" and "dp_rank", if requests may have them. Requests that need a feature go only to
+    # workers that list it.
     supported_features: tuple[str, ...] = ()
-    can_aggregate: bool = False  # accepts Phase.AGGREGATED in every role
-    # Only a fetch or a timeout of the library frees KV that a prefill call has exported: frontends
-    # have it fetched.
+    can_aggregate: bool = False  # the engine accepts Phase.AGGREGATED in every role
+    # True if only a fetch, or a timeout of the library, frees KV that a prefill call has exported.
+    # Then frontends let a decode worker fetch even KV that no request needs any more.
     keeps_unfetched_kv: bool = False
-    # "host:port" of each listener to which readers of its KV connect; empty: not known
+    # "host:port" of each listener to which decode workers connect to fetch KV; empty if not known
     kv_addresses: tuple[str, ...] = ()
     # files that frontends fetch, by name: tokenizer.json, tokenizer_config.json,
     # chat_template.jinja
     files: Mapping[str, Path] = field(default_factory=dict)
-    # what is known of the time of its steps before they are measured
+    # estimate of the time of the engine's steps, for the time before steps are measured
     cost_prior: CostModel | None = None
 
     def __post_init__(self) -> None:
-        """Check the values, which would fail later in frontends or requests.
+        """Check the values, because wrong values would fail only later, in frontends or requests.
 
         Raises:
             ConfigError: names the field.
@@ -135,9 +135,11 @@ class Finding:
 
 
 class Engine(Generator, Protocol):
-    """An inference engine: five methods. `capabilities` has base classes for what else it can do.
+    """An inference engine. It has five methods; `capabilities` has base classes for what else an
+    engine can do.
 
-    A class need not inherit from this one. All methods are called on the event loop of the worker.
+    A class of an engine need not inherit from this class. All methods are called on the event loop
+    of the worker.
     """
 
     @abstractmethod
@@ -217,8 +219,8 @@ def check_request(
         transfers_kv: the engine accepts prefill and decode calls.
         engine: its name, for error texts.
         limit: the longest prompt; None: one that leaves one token of the context for output.
-        priority_argument: name of the argument that gives priorities an effect; "": the engine has
-            none.
+        priority_argument: name of the argument that gives priorities an effect; "" if the engine
+            has no such argument.
 
     Raises:
         RequestRejected: names the field.
@@ -285,15 +287,15 @@ def _is_used(request: GenerateRequest, name: str, info: EngineInfo) -> bool:
         # Chat requests have the stop tokens of the model's format, at which engines end anyway.
         return not set(request.sampling.stop_token_ids) <= set(info.eos_token_ids)
     if name == "resumed_tokens":
-        return False  # the tokens are treated as prompt
+        return False  # the engine accepts such a request, and treats the tokens as prompt
     return bool(getattr(request.sampling, name) != getattr(_DEFAULTS, name))
 
 
 def stop_token_ids(sampling: Sampling, info: EngineInfo) -> frozenset[int]:
     """Return the token ids that end the output. Ids outside of the vocabulary are left out.
 
-    With `ignore_eos` the model's own stop tokens do not count, even if the request lists them;
-    others do.
+    With `ignore_eos` the model's own stop tokens do not end the output, even if the request lists
+    them. Other stop tokens of the request still end it.
 
     Args:
         sampling: sampling parameters of the request.

@@ -127,7 +127,7 @@ def engine_kind(factory: EngineFactory, name: str = "") -> EngineKind:
         name: name of the engine. Default: that of the class or function.
 
     Raises:
-        ConfigError: it can't be called as a factory, or has invalid traits.
+        ConfigError: the class or function can't be called as a factory, or has invalid traits.
     """
     # A `partial` has the name and the traits of its function.
     function: object = factory
@@ -269,7 +269,7 @@ def check_prerequisites(
 ) -> None:
     """Check that the engine, the model folder, the file of engine arguments and the GPUs exist.
 
-    Of an engine of another package, only the file of engine arguments is checked.
+    For an engine of another package, only the file of engine arguments is checked.
 
     Args:
         config: settings of the worker.
@@ -280,7 +280,8 @@ def check_prerequisites(
     Raises:
         ConfigError: names what is missing.
     """
-    # Read first: it raises if the file of engine arguments is missing, for every engine.
+    # This is done first, because for every engine, it raises if the file of engine arguments is
+    # missing.
     given = file_layer(config).values
     name = chosen_engine(config)
     engine = BUILT_IN.get(name)
@@ -311,8 +312,9 @@ def _has_cpu_vllm() -> bool:
 
 
 def _check_gpus(environment: Mapping[str, str], engine: str) -> None:
-    """Raise ConfigError if a requested GPU number does not exist: the torch engine would silently
-    use the CPU.
+    """Raise ConfigError if a requested GPU number does not exist.
+
+    Without this check, the torch engine would silently use the CPU.
     """
     requested = [word.strip() for word in environment.get(gpu.VISIBLE, "").split(",")]
     if not all(word.isdecimal() for word in requested):

@@ -48,12 +48,12 @@ class GpuMemory:
 def list_gpus(
     environment: Mapping[str, str], timeout_s: float = 20.0
 ) -> tuple[list[GpuMemory], str]:
-    """Return the GPUs that a process with this environment may use, and if there is none, the
-    reason.
+    """Return the GPUs that a process with this environment may use. If there are none, also return
+    the reason.
 
     Args:
-        environment: of the process.
-        timeout_s: limit of nvidia-smi. Without persistence mode, it loads the driver first.
+        environment: environment variables of the process.
+        timeout_s: longest wait for nvidia-smi, which loads the driver if persistence mode is off.
     """
     try:
         listed = subprocess.run(
@@ -114,8 +114,10 @@ def count_visible(environment: Mapping[str, str]) -> int | None:
     """
     if gpus := visible_gpus(environment):
         return len(gpus)
-    is_known = bool(visible_gpus({})) or not any(path.exists() for path in _DRIVERS)
-    return 0 if is_known else None
+    # Without the variable CUDA_VISIBLE_DEVICES, all GPUs are visible.
+    does_driver_respond = bool(visible_gpus({}))
+    has_driver = any(path.exists() for path in _DRIVERS)
+    return 0 if does_driver_respond or not has_driver else None
 
 
 def free_and_total_bytes() -> list[tuple[int, int]]:

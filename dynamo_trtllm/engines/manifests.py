@@ -1,8 +1,8 @@
 """Describe the public Python API of a library, release by release, from manifests in JSON.
 
 Manifests are extracted from a library's published sources or from the installed package and are not
-edited by hand. What they do not say is in a file library.yaml beside them. The library itself is
-not imported.
+edited by hand. What the manifests do not say is in a file library.yaml beside them. The library
+itself is not imported.
 """
 
 from __future__ import annotations
@@ -52,12 +52,14 @@ class LibraryReleases:
     name: str  # for messages
     package: str  # Python package of the JSON files
     root: str  # class of the engine arguments
-    # Release -> its own manifest, after those that fill its gaps; oldest release first.
+    # Release -> its manifests. The release's own manifest comes last, after those that fill its
+    # gaps. The oldest release comes first.
     manifests: dict[str, tuple[str, ...]]
     development: str | None = None  # manifest of an unreleased commit
-    # key -> smallest and largest number, or item of a list
+    # key -> the smallest and the largest value of a number, or of each item of a list
     ranges: dict[str, tuple[int | float, int | float | None]]
-    # types whose words are compared without case: an enumeration, or "Literal"
+    # types for whose values upper and lower case do not matter: names of enumerations, or "Literal"
+    # for all literals
     any_case: frozenset[str]
     flags: dict[str, str]  # setting of the worker -> argument
     # argument that only the engine sets -> what to do instead, or the reason
@@ -106,8 +108,8 @@ class ApiManifest:
 
     An owner is a class (`KvCacheConfig`) or a method (`LLM.generate_async`).
 
-    What was not read of a release is taken from the manifest of another one, and counts as read in
-    part: it may have more names and more values.
+    Classes and enumerations that were not read of a release are taken from the manifest of another
+    release. They count as read in part: they may have more names and more values in this release.
     """
 
     def __init__(self, library: LibraryReleases, name: str, manifests: Iterable[str]) -> None:
@@ -116,8 +118,8 @@ class ApiManifest:
         Args:
             library: the library.
             name: the release.
-            manifests: names of the files. A later one replaces classes of an earlier one. The one
-                that is named after the release is its own.
+            manifests: names of the files. A later manifest replaces classes of an earlier one. The
+                manifest with the name of the release is the release's own.
         """
         self.library = library
         # The API that stands for this release, if this release was not read (see `as_nearest`).
@@ -127,7 +129,7 @@ class ApiManifest:
         self.owners: dict[str, Mapping[str, ManifestField]] = {}
         self.enums: dict[str, tuple[str, ...]] = {}
         not_read: set[str] = set()
-        partly: set[str] = set()  # owners and enumerations
+        in_part: set[str] = set()  # owners and enumerations that were read in part
         for file in manifests:
             manifest = json.loads(
                 resources.files(library.package).joinpath(f"{file}.json").read_bytes()
@@ -135,7 +137,8 @@ class ApiManifest:
             gaps = {_in_part(text) for text in manifest["not_read"]}
             owners = _owners(manifest["classes"])
             for owner in owners.keys() & self.owners.keys():
-                # This manifest has only some names of the owner. The others stay as they are.
+                # If this manifest has only some names of the owner, the other names stay as they
+                # are.
                 if f"{owner} in part" in gaps:
                     owners[owner] = {**self.owners[owner], **owners[owner]}
             self.owners.update(owners)
@@ -146,12 +149,13 @@ class ApiManifest:
             complete: set[str] = set()
             if is_own:
                 complete = {owner for owner in found if f"{owner} in part" not in gaps}
-            partly = (partly | found) - complete
+            in_part = (in_part | found) - complete
             not_read |= {gap for gap in gaps if not gap.endswith(" in part")}
-        # Owners that no manifest covers; "… in part" for partly covered ones.
+        # The names of owners that no manifest covers, and "… in part" for owners that were read in
+        # part.
         self.not_read = frozenset(not_read - self.owners.keys() - self.enums.keys())
-        self.not_read |= {f"{owner} in part" for owner in partly & self.owners.keys()}
-        self.open_enums = frozenset(partly & self.enums.keys())
+        self.not_read |= {f"{owner} in part" for owner in in_part & self.owners.keys()}
+        self.open_enums = frozenset(in_part & self.enums.keys())
         # Properties and methods with unknown types, such as `CompletionOutput.length`.
         self.members = _members(self.enums)
         types = " ".join(field.type for fields in self.owners.values() for field in fields.values())
@@ -253,8 +257,8 @@ def _value(text: str | None) -> Any:
 
 
 def _in_part(text: str) -> str:
-    """Mark a partly covered class: "KvCacheConfig after use_kv_cache_manager_v2" → "KvCacheConfig
-    in part".
+    """Return the mark of a class that was read in part: "KvCacheConfig in part" for "KvCacheConfig
+    after use_kv_cache_manager_v2". Return the name of a class that was not read at all as it is.
     """
     owner, space, _ = text.partition(" ")
     return f"{owner} in part" if space else owner

@@ -40,9 +40,9 @@ def _problem(found: object, name: str, declared: object) -> str:
     """Return what is wrong with an attribute of the class; "" if nothing is.
 
     Args:
-        found: the attribute; None: there is none.
-        name: its name.
-        declared: the same attribute of the interface.
+        found: the attribute of the class; None if the class has no such attribute.
+        name: the name of the attribute.
+        declared: the attribute of the interface.
     """
     if found is None or getattr(found, "__isabstractmethod__", False):
         return f"has no {name}"
@@ -51,11 +51,11 @@ def _problem(found: object, name: str, declared: object) -> str:
     if not callable(found):
         return f"has {name}, which is no method"
     assert callable(declared)
-    should_wait = inspect.iscoroutinefunction(declared)
-    if should_wait and not inspect.iscoroutinefunction(found):
+    must_be_async = inspect.iscoroutinefunction(declared)
+    if must_be_async and not inspect.iscoroutinefunction(found):
         return f"has {name} as a plain method, not as `async def {name}`"
     is_async = inspect.iscoroutinefunction(found) or inspect.isasyncgenfunction(found)
-    if not should_wait and is_async:
+    if is_async and not must_be_async:
         return f"has `async def {name}`, not a plain method"
     return _problem_of_parameters(found, name, declared)
 

@@ -1,8 +1,9 @@
 """Define preflight rules, and evaluate them against facts about a worker, a pair of workers, or a
 live peer.
 
-A rule is a function that receives the facts and returns what it found. Its name, severity and texts
-are in its decorator. docs/preflight.md and docs/preflight-vllm.md are printed from them.
+A rule is a function that receives the facts and returns the violations that it found. Its name,
+severity and texts are in its decorator. docs/preflight.md and docs/preflight-vllm.md are generated
+from the rules.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 
 
 class Facts(Protocol):
-    """What every kind of facts has."""
+    """The interface that all kinds of facts have in common."""
 
     @property
     def role(self) -> Role | None:
@@ -42,7 +43,7 @@ class PeerFacts(Generic[F]):
 
     mine: F
     peer: Instance
-    # values that this worker will register; None: not compared
+    # values that this worker will register; None if they are not to be compared
     kv_compat: Mapping[str, str] | None = None
 
     @property
@@ -67,7 +68,7 @@ class PeerFacts(Generic[F]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Violation:
-    """What a rule found. Each text that is not empty replaces the rule's own."""
+    """A violation that a rule found. Each text that is not empty replaces the text of the rule."""
 
     field: str = ""
     value: str = ""  # default: the value of the field and its source
@@ -81,7 +82,9 @@ Check = Callable[[F], Violation | Sequence[Violation] | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule(Generic[F]):
-    """One rule: for whom it is, what it says, and the function that looks for violations."""
+    """One rule: the workers to which it applies, its texts, and the function that looks for
+    violations.
+    """
 
     name: str
     severity: Severity
@@ -89,13 +92,13 @@ class Rule(Generic[F]):
     why: str
     fix: str
     roles: tuple[Role, ...] = ()  # default: all
-    since: tuple[int, ...] = ()  # first release that it is for; default: all
-    before: tuple[int, ...] = ()  # first release that it is no longer for; default: none
+    since: tuple[int, ...] = ()  # first release to which it applies; default: all
+    before: tuple[int, ...] = ()  # first release to which it no longer applies; default: none
     check: Check[F]
 
     def findings(self, facts: F) -> Iterator[Finding]:
         """Yield a finding for each violation."""
-        if not self._is_for(facts):
+        if not self._applies_to(facts):
             return
         found = self.check(facts)
         if found is None:
@@ -113,7 +116,7 @@ class Rule(Generic[F]):
                 fix=violation.fix or self.fix,
             )
 
-    def _is_for(self, facts: F) -> bool:
+    def _applies_to(self, facts: F) -> bool:
         if self.roles and facts.role not in self.roles:
             return False
         if self.since and facts.line < self.since:
@@ -148,9 +151,9 @@ class RuleSection(Generic[F]):
             field: dotted name of the argument that the rule is about.
             why: what happens if the rule is violated.
             fix: what to do then.
-            roles: roles of workers that the rule is for; default: all.
-            since: first release that the rule is for, as numbers; default: all.
-            before: first release that the rule is no longer for; default: none.
+            roles: roles of workers to which the rule applies; default: all.
+            since: first release to which the rule applies, as numbers; default: all.
+            before: first release to which the rule no longer applies; default: none.
         """
 
         def add(check: Check[F]) -> Check[F]:

@@ -1,9 +1,9 @@
-"""Convert the annotations in manifests to types that pydantic checks, and describe these for error
-texts.
+"""Convert the annotations in manifests to types that pydantic checks, and describe these types in
+error texts.
 
-A class whose fields have an entry of their own in the manifest (`…Config`) is a mapping here:
-`argument_schema` checks its keys. A class that no manifest describes accepts every value, and so
-does an annotation that was not read.
+For this module, a class with a name like `KvCacheConfig` is a plain mapping: `argument_schema`
+checks the keys of the mapping. An argument accepts every value if no manifest describes its class,
+or if its annotation was not read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
 from dynamo_trtllm.engines.manifests import ApiManifest
 
-# Names in annotations that are Python types of YAML values.
+# The Python type of a value in YAML, by the name of the type in annotations.
 _PLAIN: dict[Any, Any] = {
     "int": int,
     "float": float,
@@ -31,7 +31,6 @@ _PLAIN: dict[Any, Any] = {
 _UNREAD = "<unread>"  # in manifests, in place of an annotation
 # No conversions: "3" and true are not whole numbers.
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
-_MAPPING = "a mapping (key: value)"
 _DESCRIPTIONS: dict[Any, str] = {
     int: "a whole number",
     float: "a number",
@@ -39,15 +38,15 @@ _DESCRIPTIONS: dict[Any, str] = {
     str: "text",
     type(None): "null",
     list: "a list",
-    dict: _MAPPING,
+    dict: "a mapping (key: value)",
 }
 
 
 class Openness(NamedTuple):
-    """Which lists of words may have more words than the manifest."""
+    """Which literals and enumerations may allow more values than the manifest lists."""
 
-    literals: bool = False
-    enums: frozenset[str] = frozenset()
+    literals: bool = False  # all literals
+    enums: frozenset[str] = frozenset()  # names of enumerations
 
 
 _CLOSED = Openness()
@@ -71,18 +70,19 @@ def value_type(annotation: str, release: ApiManifest, openness: Openness = _CLOS
     Args:
         annotation: text in the manifest.
         release: API of the library, which has the members of enumerations.
-        openness: lists of words in whose place every text fits.
+        openness: literals and enumerations of which not all values are known. Their type is str.
     """
     nodes = _alternatives(_parsed(annotation))
-    members = [
-        node.id for node in nodes if isinstance(node, ast.Name) and _members(node.id, release)
-    ]
-    # With an enumeration, str is left out: a value of Union[str, LoadFormat] must be one of the
-    # members of LoadFormat.
-    kept = [
-        node for node in nodes if not (members and isinstance(node, ast.Name) and node.id == "str")
-    ]
-    return Union[tuple(_single(node, release, openness) for node in kept)]  # noqa: UP007 - the number of types is not fixed
+    has_enum = any(isinstance(node, ast.Name) and _members(node.id, release) for node in nodes)
+    if has_enum:
+        # A value of Union[str, LoadFormat] must be one of the members of LoadFormat. The type str
+        # would allow other texts.
+        nodes = [node for node in nodes if not _is_str(node)]
+    return Union[tuple(_single(node, release, openness) for node in nodes)]  # noqa: UP007 - the number of types is not fixed
+
+
+def _is_str(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "str"
 
 
 def fits(value: Any, annotation: str, release: ApiManifest) -> bool:
@@ -95,35 +95,37 @@ def fits(value: Any, annotation: str, release: ApiManifest) -> bool:
 
 
 def may_fit(value: Any, annotation: str, release: ApiManifest, *, is_in_part: bool) -> bool:
-    """Return True if the library may accept a value that does not fit, because not all words of the
-    build were read.
+    """Return True if the library may accept a value that does not fit, because the manifest does
+    not have all allowed values.
 
-    False for a listed word in another case: that is a misspelling.
+    Return False if a listed value differs from this value only in upper and lower case, because
+    this value is a misspelling.
 
     Args:
         value: a value for which `fits` returns False.
         annotation: text in the manifest.
-        release: API of the library, which knows the enumerations of which not all members were
-            read.
-        is_in_part: only a part of the argument's class was read, and so of the words in its
-            annotations.
+        release: API of the library. Its `open_enums` are the enumerations that were read in part.
+        is_in_part: only a part of the argument's class was read. The literals in its annotations
+            may lack values.
     """
     openness = Openness(literals=is_in_part, enums=release.open_enums)
     try:
         _adapter(annotation, release, openness).validate_python(value)
     except ValidationError:
         return False
-    words = [
-        word
-        for alternative in _union(value_type(annotation, release))
-        for word in _words_of(alternative)
+    listed = [
+        str(listed_value).casefold()
+        for alternative in _alternative_types(value_type(annotation, release))
+        for listed_value in _listed_values(alternative)
     ]
-    return str(value).casefold() not in {str(word).casefold() for word in words}
+    return str(value).casefold() not in listed
 
 
 def description(annotation: str, release: ApiManifest) -> str:
     """Return what an argument may be, as text: "a whole number or null"."""
-    texts = [_described(alternative) for alternative in _union(value_type(annotation, release))]
+    alternatives = _alternative_types(value_type(annotation, release))
+    texts = [_described(alternative) for alternative in alternatives]
+    # This removes duplicates.
     return " or ".join(dict.fromkeys(texts))
 
 
@@ -136,12 +138,15 @@ def _adapter(
 
 @functools.cache
 def _parsed(annotation: str) -> ast.expr:
-    return ast.parse("object" if annotation == _UNREAD else annotation, mode="eval").body
+    if annotation == _UNREAD:
+        # `_single` converts a name that it does not know, such as this one, to Any.
+        annotation = "object"
+    return ast.parse(annotation, mode="eval").body
 
 
 def _alternatives(node: ast.expr) -> list[ast.expr]:
-    """Return the members of a union: Optional[Union[str, LoadFormat]] has str, LoadFormat and
-    None.
+    """Return the alternatives of a union: Optional[Union[str, LoadFormat]] has str, LoadFormat and
+    None. An annotation that is not a union is its only alternative.
     """
     outer = _outer_name(node)
     if outer not in ("Optional", "Union"):
@@ -160,6 +165,7 @@ def _outer_name(node: ast.expr) -> str:
 
 
 def _inner(node: ast.expr) -> Sequence[ast.expr]:
+    """Return the parts between the brackets of an annotation."""
     assert isinstance(node, ast.Subscript)
     return node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
 
@@ -170,8 +176,9 @@ def _single(node: ast.expr, release: ApiManifest, openness: Openness) -> Any:
     if outer == "Literal" and openness.literals:
         return str
     if outer == "Literal":
-        words = tuple(ast.literal_eval(word) for word in _inner(node))
-        return _one_of(words, ignores_case="Literal" in release.library.any_case)
+        values = tuple(ast.literal_eval(value) for value in _inner(node))
+        # In `any_case`, the name "Literal" stands for all literals.
+        return _one_of(values, ignores_case="Literal" in release.library.any_case)
     if outer == "List":
         return list[_single(_inner(node)[0], release, openness)]  # type: ignore[misc]
     if outer == "Dict":
@@ -183,44 +190,54 @@ def _single(node: ast.expr, release: ApiManifest, openness: Openness) -> Any:
         return dict[Any, Any]
     if node.id in openness.enums:
         return str
-    if words := _members(node.id, release):
-        return _one_of(words, ignores_case=node.id in release.library.any_case)
+    if members := _members(node.id, release):
+        return _one_of(members, ignores_case=node.id in release.library.any_case)
     return Any
 
 
 def _members(name: str, release: ApiManifest) -> tuple[str, ...]:
     """Return the members of an enumeration; () for other names.
 
-    For a class (`…Config`), `ApiManifest.values` has its subclasses, which are no members.
+    A class with a name like `KvCacheConfig` is no enumeration: for this name, `ApiManifest.values`
+    has the subclasses of the class.
     """
     return () if name.endswith("Config") else release.values(name)
 
 
-def _one_of(words: tuple[Any, ...], *, ignores_case: bool) -> Any:
-    literal = Literal.__getitem__(words)  # the words are not known to a type checker
+def _one_of(values: tuple[Any, ...], *, ignores_case: bool) -> Any:
+    """Return the type of an argument that must be one of these values."""
+    literal = Literal.__getitem__(values)  # the values are not known to a type checker
     if not ignores_case:
         return literal
-    spelling = {str(word).casefold(): word for word in words}
+    listed_by_lower_case = {str(value).casefold(): value for value in values}
 
     def as_listed(value: Any) -> Any:
-        return spelling.get(value.casefold(), value) if isinstance(value, str) else value
+        if not isinstance(value, str):
+            return value
+        return listed_by_lower_case.get(value.casefold(), value)
 
     return Annotated[literal, BeforeValidator(as_listed)]
 
 
-def _union(value: Any) -> tuple[Any, ...]:
-    return get_args(value) if get_origin(value) is Union else (value,)
+def _alternative_types(value_type: Any) -> tuple[Any, ...]:
+    """Return the types in a union; for another type, this type alone."""
+    return get_args(value_type) if get_origin(value_type) is Union else (value_type,)
 
 
-def _words_of(value: Any) -> tuple[Any, ...]:
-    literal = get_args(value)[0] if get_origin(value) is Annotated else value
+def _listed_values(value_type: Any) -> tuple[Any, ...]:
+    """Return the values of a type from `_one_of`; () for other types."""
+    literal = get_args(value_type)[0] if get_origin(value_type) is Annotated else value_type
     return get_args(literal) if get_origin(literal) is Literal else ()
 
 
-def _described(value: Any) -> str:
-    if words := _words_of(value):
-        return f"one of {', '.join(map(str, words))}"
-    if get_origin(value) is list and get_args(value) != (Any,):
-        (item,) = get_args(value)
+def _described(value_type: Any) -> str:
+    if values := _listed_values(value_type):
+        return f"one of {', '.join(map(str, values))}"
+    origin = get_origin(value_type)
+    if origin is list and get_args(value_type) != (Any,):
+        (item,) = get_args(value_type)
+        # A literal has no name.
         return f"a list of {getattr(item, '__name__', 'values')}"
-    return _DESCRIPTIONS.get(get_origin(value) or value, _MAPPING)
+    # For dict[Any, Any] and list[Any], the type without its brackets is described.
+    plain_type = value_type if origin is None else origin
+    return _DESCRIPTIONS.get(plain_type, "any value")

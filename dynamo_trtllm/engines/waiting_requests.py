@@ -1,5 +1,5 @@
-"""Order the requests of the mock and the torch engine: by priority, then by what their clients have
-got, then by arrival. None waits for ever.
+"""Order the requests of the mock and the torch engine: by priority, then by the shares of their
+clients, then by arrival. No request waits for ever.
 
 A prompt of a client below its share also goes before the rest of prompts that have begun.
 """
@@ -21,7 +21,7 @@ class QueueOrder(NamedTuple):
     """The place of a request in the queue. Lower values come first."""
 
     priority: float
-    group: int  # 0: those of clients below their share; 1: others
+    group: int  # 0: requests of clients below their share; 1: all other requests
 
 
 FIRST: Final = QueueOrder(-math.inf, 0)  # no other request may overtake it
@@ -29,10 +29,10 @@ FIRST: Final = QueueOrder(-math.inf, 0)  # no other request may overtake it
 # has waited for this time goes first. The time is longer than the waits that a priority is to
 # avoid, and shorter than the time for which clients wait (minutes).
 MAX_WAIT_S: Final = 30.0
-# Into how many steps one is divided, so that a client below its share waits less for the step that
-# runs. With steps of 0.1 s, the p99 of the time of its prompts is then 23 ms longer than if it were
-# alone. With 2, it would be 37 ms longer, and the throughput 0.6% higher (docs/performance.md,
-# "Shares of clients").
+# A step is divided into this many short steps, so that a client below its share waits less for the
+# step that runs. With 3 short steps in place of a step of 0.1 s, the p99 of the time of the
+# client's prompts is 23 ms longer than without other clients. With 2, it would be 37 ms longer, and
+# the throughput 0.6% higher (docs/performance.md, "Shares of clients").
 _SHORT_STEPS: Final = 3
 _EVENT_OF_WAIT: Final = {
     "kv_blocks": RecordedEvent.WAITING_FOR_KV_BLOCKS,
@@ -45,9 +45,9 @@ class WaitingRequest(Protocol):
 
     request: GenerateRequest
     queued_s: float
-    """When it was queued, in seconds of a monotonic clock."""
+    """When the request was queued, in seconds of a monotonic clock."""
     is_overdue: bool
-    """Whether it has waited for MAX_WAIT_S. Then its order is FIRST."""
+    """Whether the request has waited for MAX_WAIT_S. Then its order is FIRST."""
     recorded_wait: str
     """The resource that `record_wait` has recorded last; "" before."""
 
@@ -68,13 +68,13 @@ def queue_order(request: GenerateRequest) -> QueueOrder:
 def step_limit(most: int, prompt: GenerateRequest) -> int:
     """Return how many prompt tokens a step may have, if some of them are of a certain prompt.
 
-    They are a third of `most` if the client of the prompt is above its share. A client is above its
-    share only while another client is below its own. A prompt of that other client should not wait
-    for a long step: the prompt may come while the step runs, or be in the step itself.
+    The number is a third of `most` if the client of the prompt is above its share. A client is
+    above its share only while another client is below its own. A prompt of that other client should
+    not wait for a long step: this prompt may come while the step runs, or be in the step itself.
 
     Args:
-        most: how many a step may have with other prompts.
-        prompt: the prompt.
+        most: how many prompt tokens a step may have otherwise.
+        prompt: the certain prompt.
     """
     if prompt.client_share is ClientShare.ABOVE:
         return max(1, most // _SHORT_STEPS)
@@ -100,7 +100,7 @@ def promote_overdue(waiting: deque[R], clock: Callable[[], float] = time.monoton
     if not waiting:
         return
     first_order = waiting[0].queue_order
-    # If all have the same order, the oldest is at the front already.
+    # If all requests have the same order, the oldest one is at the front already.
     if first_order == FIRST or first_order == waiting[-1].queue_order:
         return
     oldest = min(waiting, key=_queued_s)

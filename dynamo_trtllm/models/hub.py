@@ -37,10 +37,10 @@ _LOOK_UP_TIMEOUT_S: Final = 10.0
 _WEIGHTS: Final = "*.safetensors"
 _PART_OF_WEIGHTS: Final = "model-*-of-*.safetensors"
 _NEEDED: Final = [_WEIGHTS, "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
-_NOT_NEEDED: Final = ["*/*", "consolidated*"]  # they have the same weights in other formats
+_NOT_NEEDED: Final = ["*/*", "consolidated*"]  # files with the same weights in other formats
 _GIB: Final = 1 << 30
 # The names that huggingface_hub gives to progress bars that count bytes. From 1.0 on there is one
-# for all files, before 1.0 one for each.
+# bar for all files, and before 1.0 one bar for each file.
 _BARS_OF_BYTES: Final = {
     "huggingface_hub.snapshot_download",
     "huggingface_hub.http_get",
@@ -67,7 +67,8 @@ class Hub:
 
     Args:
         endpoint: URL of the hub. Default: HF_ENDPOINT, or the public hub.
-        cache_dir: cache folder. Default: that of huggingface_hub, from HF_HUB_CACHE or HF_HOME.
+        cache_dir: cache folder. Default: the cache of huggingface_hub, from HF_HUB_CACHE or
+            HF_HOME.
     """
 
     endpoint: str | None = None
@@ -112,8 +113,8 @@ class Hub:
                 raise _lacks(name, CONFIG)
             if not weights:
                 raise _lacks(name, "weights in the safetensors format")
-            # This download also stores in the cache which commit the branch or tag is, so a later
-            # call need not look it up.
+            # This download also stores in the cache which commit the branch or tag refers to, so a
+            # later call need not look up the commit.
             config = hf_hub_download(
                 name, CONFIG, revision=revision, cache_dir=self.cache_dir, endpoint=self.endpoint
             )
@@ -204,9 +205,11 @@ class Hub:
 
         known: tuple[type[Any], ...] = (
             HFValidationError,
-            RuntimeError,  # of hf-xet, which downloads faster
-            OSError,  # a full disk, or no network. Before huggingface_hub 1.0: any error of HTTP
-            # From 1.0 on, one of these is the base class of the HTTP library's errors.
+            RuntimeError,  # an error of hf-xet, with which downloads are faster
+            # The disk is full, or there is no network. Before huggingface_hub 1.0, all errors of
+            # HTTP, too.
+            OSError,
+            # From 1.0 on, one of these classes is the base class of the HTTP library's errors.
             *HfHubHTTPError.__bases__,
         )
         try:
@@ -247,9 +250,9 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _other_files(folder: Path) -> list[Path]:
-    """Return the other files without which the weights of a folder can't be served."""
+    """Return the other files that serving the weights of a folder needs."""
     names = [CONFIG, *_tokenizer_files(folder)]
-    # Without the index, it is not known which of several weight files are missing.
+    # Only the index shows which of several weight files are missing.
     if _has_several_parts(folder):
         names.append(WEIGHT_INDEX)
     return [folder / name for name in names]
@@ -313,10 +316,8 @@ def _reason(exc: Exception, endpoint: str, revision: str | None) -> str:
 def _stop_on_signals() -> Iterator[threading.Event]:
     """On SIGINT and SIGTERM, set an event and then raise KeyboardInterrupt or SystemExit.
 
-    A second signal ends the process at once.
-
-    After the exception, huggingface_hub waits for its threads. They look at the event only when
-    they receive data, which may take long.
+    After the exception, huggingface_hub waits for its threads, which look at the event when they
+    receive data. This may take long, so a second signal ends the process at once.
     """
     stopping = threading.Event()
 
@@ -335,7 +336,7 @@ def _stop_on_signals() -> Iterator[threading.Event]:
 
 
 class _Progress:
-    """Bytes that were downloaded, and a line for each tenth of all."""
+    """Counts the bytes that were downloaded, and writes a line for each tenth of all bytes."""
 
     def __init__(self, total: int, show: Show) -> None:
         self._total = max(1, total)
@@ -358,7 +359,7 @@ class _Progress:
 def _progress(total: int, show: Show, is_stopping: threading.Event) -> type[Any]:
     """Return the class of progress bars for huggingface_hub.
 
-    Without a terminal, it writes a line for each tenth.
+    Without a terminal, the class shows no bars, and writes a line for each tenth.
 
     Args:
         total: bytes to download.
@@ -394,8 +395,8 @@ def _as_bar_of_each_file(progress: type[Any]) -> Iterator[None]:
     Before 1.0, `snapshot_download` uses its `tqdm_class` only to count files, and only the bars of
     single files count bytes. Later releases don't show these bars.
     """
-    # `import huggingface_hub.utils.tqdm` would give the class, because the package has an attribute
-    # of this name.
+    # An import statement would give the class and not the module, because the package has an
+    # attribute `tqdm`, which is the class.
     module: Any = importlib.import_module("huggingface_hub.utils.tqdm")
     original = module.tqdm
     module.tqdm = progress

@@ -1,11 +1,12 @@
-"""List the renderers, and the parsers of the output of each."""
+"""List the renderers, and for each renderer the parsers of the model's output."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Final
 
-# By renderer and field of the model's card: the names of the parsers. The default is the first.
+# The names of the parsers, by renderer and by field of the model's card. The first one is the
+# default.
 PARSERS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "harmony": {"reasoning_parser": ("gpt_oss", "none"), "tool_call_parser": ("harmony", "none")},
     "chat_template": {

@@ -1,8 +1,8 @@
 """Load the o200k vocabulary: unpack it, check its hash, and cache it in a folder.
 
 `o200k_base.tiktoken.gz` is the file of OpenAI's tiktoken (MIT License) with the tokens that gpt-oss
-uses: the bytes of each in base64, and its id, which is its rank. openai-harmony and fastokens read
-this format.
+uses. For each token, it has the bytes in base64, and the id, which is also the rank. openai-harmony
+and fastokens read this format.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ def harmony_specials() -> dict[str, int]:
 
 
 def o200k_ranks_path(cache_dir: Path | None = None) -> Path:
-    """Return the path of the vocabulary file after a hash check, and write it first if it does not
-    exist.
+    """Return the path of the vocabulary file. Check the hash of the file, and write the file first
+    if it does not exist or is damaged.
 
-    Several processes may do so at once: each writes its own temporary file and renames it, and all
-    write the same bytes.
+    Several processes may write at once: each writes a temporary file of its own and renames it, and
+    all write the same bytes.
 
     Args:
         cache_dir: cache folder. Default: `default_cache_dir()`.

@@ -1,7 +1,7 @@
-"""Follow in discovery what a worker needs to know of its cluster.
+"""Follow the registered workers and the table of shares in discovery.
 
-A decode worker may connect to the addresses of prefill workers only. An elastic worker shows the
-shares that it has.
+A decode worker needs the addresses of prefill workers, because it may connect to no others. An
+elastic worker shows its own shares.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ async def follow_cluster(
 ) -> None:
     """Pass each registered or removed instance to `addresses`, until cancelled.
 
-    `note_shares` is called with each share table; None: there is none any more.
+    `note_shares` is called with each new share table, and with None once the table is removed.
     """
     async with aclosing(discovery.watch(namespace)) as events:
         async for event in events:

@@ -34,22 +34,22 @@ from dynamo_trtllm.protocol.cost_model import (
 
 log = logging.getLogger(__name__)
 
-_MAX_KINDS = 48  # kinds of steps whose samples are kept; the kinds that were seen last
-_PER_KIND = 6  # samples that are kept of each kind; the newest ones
-_WARM_UP = 4  # number of the first samples, which are ignored
+_MAX_KINDS = 48  # samples are kept of this number of kinds of steps: those that were seen last
+_PER_KIND = 6  # the number of samples that are kept of each kind: the newest ones
+_WARM_UP = 4  # this number of first samples is ignored
 _MIN_SAMPLES = 24  # number of samples after which the fit replaces the prior
-_RATIOS = 256  # ratios of measured to predicted times that are kept
-_FIRST_RATIOS = 20  # number of ratios after which the interval comes from them
-_FIRST_INTERVAL = (0.5, 2.0)
-# The newest samples of known kinds decide whether the engine has changed. It has if all of them but
-# one are faster than the interval, or all but one are slower, each compared with earlier samples of
-# its kind.
+_RATIOS = 256  # the number of ratios of measured to predicted times that are kept
+_FIRST_RATIOS = 20  # the interval is computed from the ratios if there are this many
+_FIRST_INTERVAL = (0.5, 2.0)  # the interval before
+# This number of the newest samples of known kinds decides whether the engine has changed. Each
+# sample is compared with earlier samples of its kind. The engine has changed if all these samples
+# but one are faster than the interval, or if all but one are slower.
 _DECIDING_SAMPLES = 12
-# The least factor of such a change. Steps of one kind differ by less: an engine that computes 9
-# requests as 16 (CUDA graphs) takes a third longer than the fit.
+# Times must change at least by this factor. Steps of one kind differ by less: an engine that
+# computes 9 requests as 16 (CUDA graphs) takes a third longer than the fit.
 _LEAST_CHANGE = 1.4
-# While at least half of these samples are too fast, or too slow, the engine may have changed, and
-# nothing is fitted again. That lasts for at most this number of samples.
+# While at least half of the deciding samples are too fast, or too slow, the engine may have
+# changed, and nothing is fitted again. This doubt lasts for at most this number of samples.
 _MAX_DOUBTED = 64
 _MISS_RATE: Final = 0.1  # share of the times that may be outside the interval
 _ADAPT = 0.01  # how fast the quantiles of the interval follow the misses
@@ -83,12 +83,12 @@ class RobustFit:
 
     Args:
         on_outcome: is called for each prediction that can be evaluated, with the ratio of the
-            measured time to the predicted one, and whether it was within the interval.
-        prior: coefficients to use until enough samples were taken; None: there is no prediction
-            until then.
+            measured time to the predicted time, and whether the ratio was within the interval.
+        prior: coefficients to use until enough samples were taken. If it is None, nothing is
+            predicted until then.
         segments: the coefficients that are slopes of adjacent segments.
-        can_change: the fit detects that the engine has changed. False for times that depend on
-            more than the engine, such as the wait for a batch slot.
+        can_change: True if the fit detects that the engine has changed; False for times that depend
+            on more than the engine, such as the wait for a batch slot.
     """
 
     on_outcome: Callable[[float, bool], None]
@@ -98,15 +98,16 @@ class RobustFit:
     can_change: bool = False
 
     def __post_init__(self) -> None:
+        # The newest samples of each kind. The kind that was seen last is the last.
         self._kinds: dict[Hashable, deque[_Sample]] = {}
         self._coefficients = self.prior
-        self._is_prior = self.prior is not None  # nothing is fitted yet
+        self._is_prior = self.prior is not None  # True until the first fit
         self._ratios: deque[float] = deque(maxlen=_RATIOS)
-        # For each kind that had enough samples at the last fit: the median ratio of its measured to
-        # its predicted times. The coefficients do not fit all kinds alike.
+        # The coefficients do not fit all kinds alike. So for each kind that had enough samples at
+        # the last fit, this has the median ratio of its measured to its predicted times.
         self._kind_ratios: dict[Hashable, float] = {}
-        # The ratios of the newest samples of these kinds. An expected time is the predicted time
-        # multiplied by the ratio of the kind.
+        # The ratios of measured to expected times of the newest samples of these kinds. The
+        # expected time is the predicted time multiplied by the ratio of the kind.
         self._known_ratios: deque[_NumberedRatio] = deque(maxlen=_DECIDING_SAMPLES)
         self._quantile_rate = _MISS_RATE  # the part of `_ratios` that the interval leaves outside
         self._interval = _FIRST_INTERVAL
@@ -137,7 +138,7 @@ class RobustFit:
             predicted_s = sum(map(mul, self._coefficients, features))
             ratio = seconds / max(1e-9, predicted_s)
             self._evaluate(ratio)
-            # A prior has no ratios of kinds. It may be far off, so samples of all kinds count.
+            # A prior has no ratios of kinds. As a prior may be far off, samples of all kinds count.
             kind_ratio = 1.0 if self._is_prior else self._kind_ratios.get(kind)
             if kind_ratio is not None:
                 self._known_ratios.append(_NumberedRatio(self.num_samples, ratio / kind_ratio))
@@ -155,7 +156,8 @@ class RobustFit:
         low, high = self._interval
         is_covered = low <= ratio <= high
         # A time outside the interval lowers the rate, which makes the interval wider. A time within
-        # it raises the rate by a ninth of that. The two balance if nine of ten times are within.
+        # the interval raises the rate by a ninth of this step. The two balance if nine of ten times
+        # are within the interval.
         missed = 0.0 if is_covered else 1.0
         rate = self._quantile_rate + _ADAPT * (_MISS_RATE - missed)
         self._quantile_rate = min(_HIGHEST_MISS_RATE, max(_LOWEST_MISS_RATE, rate))
@@ -187,7 +189,7 @@ class RobustFit:
     def _handle_change(self) -> bool:
         """Drop what was measured before a change of the engine, for example of its clock rate.
 
-        Return True if it is undecided whether the engine has changed: the next samples decide it.
+        Return True if it is undecided whether the engine has changed. Then the next samples decide.
         """
         low = min(self._interval[0], 1 / _LEAST_CHANGE)
         high = max(self._interval[1], _LEAST_CHANGE)
@@ -202,7 +204,7 @@ class RobustFit:
             return False
         if num_outside < _DECIDING_SAMPLES - 1:
             return self.num_samples - self._unchanged_at < _MAX_DOUBTED
-        # The engine has changed. The first of these samples may be older than the change.
+        # The engine has changed. The first deciding sample may be older than the change.
         first_changed = self._known_ratios[1].number
         self._drop_before(first_changed, self._coefficients, median(ratios))
         return False
@@ -226,8 +228,8 @@ class RobustFit:
     def _ratios_of_kinds(self, coefficients: Sequence[float]) -> dict[Hashable, float]:
         """Return the median ratio of measured to predicted times of each kind with enough samples.
 
-        If later ratios of such a kind differ from it, the engine has changed. Ratios of a new kind
-        only show that the kind is new.
+        If later ratios of one of these kinds differ from its median, the engine has changed. The
+        ratios of a new kind can't show a change.
         """
         found: dict[Hashable, float] = {}
         for kind, samples in self._kinds.items():
@@ -243,7 +245,7 @@ class RobustFit:
     def _solved(self, samples: Sequence[_Sample]) -> list[float]:
         """Return the coefficients with the least squares of relative errors.
 
-        In each round, errors are relative to the times that the last one predicted, and samples
+        In each round, errors are relative to the times that the round before predicted, and samples
         with large errors weigh less.
         """
         features = [sample.features for sample in samples]
@@ -274,7 +276,8 @@ class RobustFit:
     def _least_squares(self, columns: list[list[float]], target: list[float]) -> list[float]:
         """Solve for coefficients that are not negative.
 
-        Coefficients that the samples do not determine are near the prior, or near zero without one.
+        Coefficients that the samples do not determine are near the prior, or near zero without a
+        prior.
         """
         # The normal equations: matrix * coefficients = right.
         size = len(columns)
@@ -287,7 +290,7 @@ class RobustFit:
                 matrix[j][i] = product
         right = [sum(map(mul, column, target)) for column in columns]
         diagonal = [matrix[i][i] for i in range(size)]
-        # Features that are zero in all samples have this scale.
+        # The scale of features that are zero in all samples.
         least_scale = 1e-6 * max(diagonal)
         scales = [value if value else least_scale for value in diagonal]
         _tie_segments(matrix, self.segments, least_scale)
@@ -316,7 +319,9 @@ def _predicted(columns: list[list[float]], coefficients: Sequence[float]) -> lis
 
 
 def _huber_weights(errors: Sequence[float]) -> list[float]:
-    """Return 1 for usual errors, and less for larger ones, so that outliers count linearly."""
+    """Return the weight 1 for usual errors, and less for larger errors, so that outliers count
+    linearly and not by their squares.
+    """
     limit = max(0.01, 2.0 * median(errors))
     return [1.0 if error <= limit else limit / error for error in errors]
 
@@ -340,7 +345,9 @@ def _tie_segments(matrix: list[list[float]], segments: range, least_scale: float
 
 
 def _non_negative(matrix: list[list[float]], right: list[float]) -> list[float]:
-    """Solve a symmetric positive system. Unknowns that would be negative are 0."""
+    """Solve a system of linear equations whose matrix is symmetric and positive definite. Unknowns
+    that would be negative are 0.
+    """
     used = list(range(len(right)))
     found = [0.0] * len(right)
     while used:
@@ -357,7 +364,9 @@ def _non_negative(matrix: list[list[float]], right: list[float]) -> list[float]:
 
 
 def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
-    """Solve a symmetric positive system by elimination."""
+    """Solve a system of linear equations whose matrix is symmetric and positive definite, by
+    elimination. Changes both arguments.
+    """
     size = len(right)
     for i in range(size):
         upper = matrix[i]
@@ -375,10 +384,10 @@ def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
 
 
 def _quantiles(ratios: Iterable[float], miss_rate: float) -> tuple[float, float]:
-    """Return an interval outside of which the next ratio is with the probability `miss_rate`.
+    """Return an interval that the next ratio misses with the probability `miss_rate`.
 
-    N sorted ratios divide the line into N + 1 gaps. The next ratio is in each gap with the same
-    probability.
+    N sorted ratios divide the line into N + 1 gaps. The next ratio falls into each gap with the
+    same probability.
     """
     ordered = sorted(ratios)
     count = len(ordered)
@@ -413,7 +422,8 @@ class CostFit:
     Args:
         prior: the cost model of the configuration.
         steps: samples of the engine. `learn` removes them, and another thread may add some.
-        on_outcome: is called as by `RobustFit`, with the name of the fit as the first argument.
+        on_outcome: is called as the `on_outcome` of `RobustFit` is, with the name of the fit as an
+            additional first argument.
     """
 
     def __init__(
@@ -423,10 +433,10 @@ class CostFit:
         on_outcome: Callable[[str, float, bool], None] = _ignore_outcome,
     ) -> None:
         self._steps: deque[StepSample] = deque() if steps is None else steps
-        # The steps of the warm-up are unlike others.
+        # The steps of the warm-up are removed, because they are unlike later steps.
         self._steps.clear()
         self._calls: deque[CallSample] = deque(maxlen=_MAX_CALLS)
-        # All prompts that were computed here, and those of their tokens that were not cached.
+        # The number of prompts that were computed here, and of their tokens that were not cached.
         self.computed_prompts = 0
         self.computed_tokens = 0
         self._learned_at = -math.inf
@@ -513,11 +523,11 @@ class CostFit:
         tokens = step.prefill_tokens
         if tokens > self.model.step_tokens and not self._has_step_tokens:
             self.model = msgspec.structs.replace(self.model, step_tokens=tokens)
-        # Steps are of one kind if the next power of two is the same for the numbers of their
-        # requests, and for those of their tokens. With CUDA graphs, engines compute 9 to 16
-        # requests as 16.
+        # Steps are of one kind if their numbers of requests have the same next power of two, and
+        # their numbers of tokens, too: with CUDA graphs, engines compute 9 to 16 requests as 16.
         if tokens:
-            # Decode requests beside prompts are divided more coarsely, for fewer kinds.
+            # The number of decode requests beside prompts is divided more coarsely, so that there
+            # are fewer kinds.
             kind = (tokens - 1).bit_length(), step.decode_requests.bit_length() // 2
             self.prefill.add(step.features, kind, step.seconds)
         else:

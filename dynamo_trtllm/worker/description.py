@@ -24,7 +24,8 @@ from dynamo_trtllm.worker import startup
 from dynamo_trtllm.worker.service import WorkerAdmission
 from dynamo_trtllm.worker.timing import WorkerTiming
 
-_MAX_PENDING_TRANSFER_FRACTION = 0.5  # of the KV blocks; see `WorkerAdmission`
+# The share of the KV blocks that may await transfer, see `WorkerAdmission`.
+_MAX_PENDING_TRANSFER_FRACTION = 0.5
 
 
 def describe(
@@ -38,10 +39,10 @@ def describe(
 
     Args:
         config: settings of the worker.
-        endpoint: the endpoint that it serves.
-        instance_id: its id.
-        info: what its engine has said when it started.
-        sampling_defaults: those of the model.
+        endpoint: the endpoint that the worker serves.
+        instance_id: the id of the worker.
+        info: the properties of its engine, which has started.
+        sampling_defaults: the sampling defaults of the model.
     """
     limits = info.limits
     if config.disaggregation_mode is Role.ELASTIC:
@@ -84,7 +85,7 @@ def describe(
 
 
 def _elastic_limits(config: WorkerConfig, info: EngineInfo) -> Limits:
-    """Return the limits of an elastic worker, with that of its KV for other workers.
+    """Return the limits of an elastic worker, with the limit of KV that it holds for other workers.
 
     Raises:
         ConfigError: the engine can't run an elastic worker.
@@ -102,7 +103,7 @@ def _elastic_limits(config: WorkerConfig, info: EngineInfo) -> Limits:
             field="disaggregation_mode",
         )
     max_blocks = max(1, int(config.max_transfer_kv_fraction * limits.kv_blocks))
-    # The engine may have less space for KV that is transferred.
+    # The engine may have space for fewer blocks in its transfer buffer.
     if limits.max_transfer_blocks:
         max_blocks = min(max_blocks, limits.max_transfer_blocks)
     return msgspec.structs.replace(limits, max_transfer_blocks=max_blocks)

@@ -1,6 +1,5 @@
-"""Serve a worker's /live, /ready, /health and /metrics, /sleep and /wake over HTTP.
-
-The load of the worker, which frontends place requests by, is broadcast instead.
+"""Serve a worker's /live, /ready, /health, /metrics, /sleep and /wake over HTTP, and broadcast the
+load of the worker, by which frontends choose workers for requests.
 """
 
 from __future__ import annotations
@@ -49,10 +48,11 @@ class Health:
     reason: str = ""
     instance_id: str = ""  # hexadecimal, as in subjects and in `pairs` of a frontend's /health
 
-    shares: Shares | None = None  # of an elastic worker, as they are now
-    shares_since: float | None = None  # seconds since the epoch; None: since it registered
+    shares: Shares | None = None  # the current shares of an elastic worker
+    # Since when the worker has these shares, in seconds since the epoch; None: since it registered.
+    shares_since: float | None = None
 
-    is_leader: bool | None = None  # of a planner: whether it sets the shares
+    is_leader: bool | None = None  # whether a planner sets the shares; None for other processes
 
     failure: str = ""  # the failure that ends this worker
     # Returns why no request can arrive, such as a rejection by NATS; None: requests can arrive.
@@ -75,13 +75,13 @@ Actions = Mapping[str, Callable[[], str]]
 def _error_body(
     status: int, message: str, *, param: str | None = None, code: str, request_id: str
 ) -> Mapping[str, Any]:
-    """Return the body of an error, in the form of the frontend's."""
+    """Return the body of an error, in the same form as the frontend's errors."""
     error_type = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": error_type, "param": param, "code": code}}
 
 
 def _described(health: Health) -> dict[str, Any]:
-    """Return what only /health says."""
+    """Return the fields that only /health has."""
     status = "ready" if health.is_ready else "notready"
     about: dict[str, Any] = {"status": status, "phase": health.phase}
     if health.shares is not None:
@@ -100,14 +100,16 @@ def health_app(
     """Return the app.
 
     /live is 200 while the event loop runs, /ready and /health while the worker accepts requests.
-    /health of an elastic worker has its shares, too, and that of a planner whether it leads.
+    /health of an elastic worker also has its shares, and /health of a planner also says whether the
+    planner leads.
 
     Args:
         health: health of the worker.
         render_metrics: returns the body of /metrics.
-        actions: by path, functions that begin a change, and return why it is impossible now, or "".
-            Only processes of this machine and senders with an API key may call them.
-        guard: checks a request, and notes its sender if that has an API key.
+        actions: by path, functions that begin a change and return ""; or return why the change is
+            impossible now. Only processes of this machine and senders with an API key may call
+            these paths.
+        guard: checks a request, and notes its sender if the sender has an API key.
     """
 
     async def live(_: HttpRequest, response: HttpResponse) -> None:
@@ -129,7 +131,8 @@ def health_app(
 
     def action_handler(begin: Callable[[], str]) -> Handler:
         async def change(request: HttpRequest, response: HttpResponse) -> None:
-            # Browsers add Origin to what a page of another site makes them send to this machine.
+            # A page of another site can make a browser send requests to this machine. To such
+            # requests, browsers add the header Origin.
             is_from_page = request.header(b"origin") is not None
             has_key = request.sender is not None
             if not has_key and (is_from_page or not is_loopback(request.client)):
@@ -161,10 +164,10 @@ async def health_server(
 
     Args:
         host: address to listen on.
-        port: None: no server; 0: any free port.
+        port: None for no server, 0 for any free port.
         app: the result of `health_app`.
         tasks: owner of the server's task.
-        certificate: the certificate of the server; None: it has no TLS.
+        certificate: the certificate of the server; None without TLS.
     """
     if port is None:
         yield None
@@ -201,7 +204,7 @@ async def broadcast_load(
     Args:
         load: returns the load.
         called: is set by each call to the worker.
-        publish: sends a report; False: it was not accepted now, and is tried again.
+        publish: sends a report. Returns False if it can't be sent now. It is then tried again.
         timing: how long to wait between two reports.
     """
     clock = asyncio.get_running_loop().time
@@ -211,7 +214,7 @@ async def broadcast_load(
         was_called = called.is_set()
         called.clear()
         report = load()
-        # Each report has another number, which is no change.
+        # Each report has a new number, which does not count as a change.
         is_same = last is not None and msgspec.structs.replace(last, number=report.number) == report
         if not is_same or clock() - published_at >= timing.unchanged_load_s:
             if not publish(encode(report)):

@@ -30,9 +30,9 @@ from dynamo_trtllm.worker.worker import Worker
 
 log = logging.getLogger(__name__)
 
-# How long the interpreter may take to exit. Libraries register functions that run at the exit. If a
-# rank is lost, those of mpi4py and TensorRT-LLM wait for this rank for ever (`pre_shutdown` and
-# `shutdown` in executor/proxy.py).
+# Longest time for the exit of the interpreter. Libraries register functions that run at the exit.
+# If a rank is lost, the functions of mpi4py and TensorRT-LLM wait for this rank for ever
+# (`pre_shutdown` and `shutdown` in executor/proxy.py).
 EXIT_S = 30.0
 
 
@@ -73,9 +73,8 @@ def table(config: WorkerConfig) -> str:
 
 
 def dump(config: WorkerConfig, path: Path) -> None:
-    """Write the arguments that were set as a YAML file for `--extra-engine-args`.
-
-    Each has its source.
+    """Write the arguments that were set as a YAML file for `--extra-engine-args`. A comment at each
+    argument names its source.
 
     Raises:
         ConfigError: an argument is invalid, or the file can't be written.
@@ -105,16 +104,15 @@ def _trtllm(config: WorkerConfig) -> DescribedArguments:
 
 
 def exports(config: WorkerConfig, environment: Mapping[str, str]) -> str:
-    """Return lines with which a shell exports the environment of ranks before they start.
-
-    They are the ranks of an engine on several nodes.
+    """Return lines with which a shell exports the environment of the ranks of an engine on several
+    nodes, before the ranks start.
 
     Args:
         config: settings of the worker.
-        environment: the environment of this process. A variable that is set in it keeps its value.
+        environment: the environment of this process. A variable that is set here keeps its value.
 
     Raises:
-        ConfigError: the engine is another one than trtllm, or the kernel profile can't be chosen.
+        ConfigError: the engine is not trtllm, or the kernel profile can't be chosen.
     """
     from dynamo_trtllm.engines.trtllm.kernel_profiles import rank_environment
 
@@ -182,8 +180,8 @@ def limit_exit(status: int) -> None:
         )
         os._exit(status)
 
-    # Functions of `threading._register_atexit` run before those of `atexit`, and libraries may hang
-    # there already. What is registered last runs first.
+    # Functions that were registered with `threading._register_atexit` run before those of `atexit`,
+    # and libraries may hang there already. The function that was registered last runs first.
     register = getattr(threading, "_register_atexit", atexit.register)
     limit = threading.Thread(target=end, name="exit-limit", daemon=True)
     register(limit.start)

@@ -64,21 +64,21 @@ _MAX_LEAKED_KV_FRACTION = 0.5
 
 @dataclass(eq=False)
 class WorkerAdmission:
-    """Limits of the work of one worker.
+    """The limits of one worker: of calls that run or wait in the engine, of reserved decode slots,
+    and of KV to transfer.
 
-    It limits calls that run or wait in the engine, reserved decode slots, and KV to transfer. A
-    call beyond the limits is rejected before it reaches the engine, so that the frontend can try
+    A call beyond the limits is rejected before it reaches the engine, so that the frontend can try
     another worker.
 
     Args:
-        max_active: limit of calls plus reserved slots; None: no limit.
-        max_pending_kv_fraction: share of the KV blocks that may await transfer. If more of
-            them await it for `timing.unfetched_kv_s`, new prompts are rejected.
-        max_transfer_blocks: KV blocks that prefill calls and pending KV transfers may take
-            together. None: no limit. Two elastic workers could otherwise wait for each other's
-            blocks for ever: each holds KV for decode calls that wait at the other one.
+        max_active: most calls and reserved slots together; None without a limit.
+        max_pending_kv_fraction: share of the KV blocks that may await transfer. If more blocks
+            await transfer for `timing.unfetched_kv_s`, new prompts are rejected.
+        max_transfer_blocks: most KV blocks of prefill calls and pending KV transfers together; None
+            without a limit. Elastic workers need this limit. Without it, two of them could wait for
+            each other's blocks for ever: each holds KV for decode calls that wait at the other one.
         block_tokens: tokens in a KV block.
-        clock: returns seconds since the epoch, as the expiry of reservations.
+        clock: returns seconds since the epoch, in which the expiry of reservations is given.
         timing: how long the worker waits.
     """
 
@@ -89,10 +89,11 @@ class WorkerAdmission:
     clock: Callable[[], float] = time.time
     timing: WorkerTiming = TIMING
     _num_active: int = field(default=0, init=False)
-    _prefill_blocks: int = field(default=0, init=False)  # of the prefill calls that run or wait
+    # KV blocks of the prefill calls that run or wait.
+    _prefill_blocks: int = field(default=0, init=False)
     # Reservation id -> when it expires.
     _reservations: dict[str, float] = field(default_factory=dict, init=False)
-    # When the KV to transfer began to exceed its share. All prefill calls since then have found it
+    # When the KV to transfer began to exceed its share. At each prefill call since then, it was
     # above the share.
     _above_share_since: float | None = field(default=None, init=False)
 
@@ -132,11 +133,11 @@ class WorkerAdmission:
 
         Args:
             request: the call.
-            stats: the engine's statistics for a prefill call; None: do not check KV that awaits
-                transfer.
+            stats: the engine's statistics, for a prefill call; None for other calls, for which the
+                KV that awaits transfer is not checked.
 
         Raises:
-            KvTransfersFull: the KV to transfer takes as many blocks as it may.
+            KvTransfersFull: with this call, KV to transfer would take too many blocks.
             Overloaded: another limit is reached.
         """
         # A call with a reservation uses its slot. If the reservation has expired, it needs a free
@@ -164,7 +165,7 @@ class WorkerAdmission:
         limit = self.max_active
         if limit is None or self._num_active + len(self._reservations) < limit:
             return
-        # Expired reservations are only looked for when the worker seems full.
+        # To save time, expired reservations are removed only when the worker seems full.
         self._expire()
         if self._num_active + len(self._reservations) >= limit:
             raise Overloaded(
@@ -175,7 +176,7 @@ class WorkerAdmission:
     def _check_transfer_blocks(self, stats: EngineStats, blocks: int, limit: int) -> None:
         """Reject a prompt whose KV would take blocks that decode calls need to go on.
 
-        Prefill calls that run or wait count as if their KV was pending.
+        The KV of prefill calls that run or wait counts as KV to transfer.
         """
         taken = self._prefill_blocks + stats.pending_kv_blocks
         if taken + blocks > limit:
@@ -189,7 +190,7 @@ class WorkerAdmission:
         """Reject prompts while decode workers do not fetch KV: more KV would fill the cache.
 
         The KV of one long prompt may exceed the share until it is fetched, which is no reason to
-        reject others.
+        reject other prompts. So prompts are rejected only if the share is exceeded for some time.
         """
         total = stats.kv_blocks_total  # 0: not reported by the engine
         if not total or stats.pending_kv_blocks <= self.max_pending_kv_fraction * total:
@@ -217,7 +218,7 @@ class WorkerAdmission:
 
 
 class ServiceStream(Stream):
-    """The stream of one call: passes the engine's events on and counts tokens and the outcome."""
+    """The stream of one call. It passes the engine's events on, and counts tokens and outcomes."""
 
     __slots__ = (
         "_arrived_s",
@@ -249,14 +250,14 @@ class ServiceStream(Stream):
         clock: Callable[[], float],
     ) -> None:
         super().__init__(on_event)
-        # The decode and aggregated calls that have their first token.
+        # All decode and aggregated calls of the worker that have their first token.
         self._generating = generating
         self._clock = clock
         self._signer = signer
         self._receivers = request.kv_receivers
         # The fetch of a decode call whose KV transfer parameters are signed.
         self.fetch: AdmittedFetch | None = None
-        # Called once, with the sample of this call.
+        # Called with the sample of this call at its first token.
         self._on_first_token = on_first_token
         self._arrived_s = clock()
         self.num_prompt_tokens = len(request.token_ids)
@@ -265,8 +266,8 @@ class ServiceStream(Stream):
         self._phase = request.phase
         self._metrics = metrics
         self.num_tokens = 0  # output tokens so far
-        self.admission = ExitStack()
-        # The stream of the engine. None: the call was rejected.
+        self.admission = ExitStack()  # closing it frees the slot of the call
+        # The stream of the engine; None if the call was rejected.
         self.source: StreamHandle | None = None
         self._is_stopped = False
 
@@ -324,7 +325,7 @@ class ServiceStream(Stream):
         if self.source is None or not self.source.stop():
             return False
         self._is_stopped = True
-        # Free the slot now, though the engine may hold the call a little longer.
+        # Free the slot now, although the engine may hold the call a little longer.
         self.admission.close()
         return True
 
@@ -347,7 +348,7 @@ class ServiceStream(Stream):
             self.fetch.end()
         reason = code if finish_reason is None else finish_reason
         RECORDER.record(self.request_id, RecordedEvent.CALL_ENDED, self.num_tokens, reason=reason)
-        # Free the slot now, though the engine may hold a cancelled call until its fetch stops.
+        # Free the slot now, although the engine may hold a cancelled call until its fetch stops.
         self.admission.close()
         self._metrics.child("requests_total", self._phase, code).inc()
         self._metrics.child("output_tokens_total", self._phase).inc(self.num_tokens)
@@ -374,9 +375,9 @@ class WorkerService:
         admission: limits of the worker.
         files: paths of the card's files by content hash.
         metrics: metrics of the worker.
-        signer: signs and checks KV transfer parameters; None: there is no key.
+        signer: signs and checks KV transfer parameters; None without keys.
         kv_events: publisher of the engine's KV events, if the worker publishes them.
-        cost_prior: what is known of the time of steps before they are measured.
+        cost_prior: estimate of the time of steps, for the time before steps are measured.
         timing: how long the worker waits.
         clocks: the clocks of the process.
     """
@@ -483,8 +484,8 @@ class WorkerService:
     def load_report(self) -> LoadReport:
         """Return the load, at most `timing.load_age_s` old.
 
-        A report is made once for many callers, because an engine walks over all of its requests
-        for `stats`.
+        Many callers get the same report, because for each report the engine walks over all of its
+        requests.
         """
         now = self.clocks.monotonic()
         last = self._last_load
@@ -526,9 +527,9 @@ class WorkerService:
     def _work(self, request: GenerateRequest) -> EngineWork:
         """Return what the engine has to do when a prompt arrives, without this prompt.
 
-        Then count the prompt: it is part of the work for the next one.
+        Then count this prompt as a part of the work for later prompts.
         """
-        # A new report sets the two counts to zero, so it comes first.
+        # A new report sets `_new_tokens` and `_new_requests` to zero, so it is made first.
         load = self.load_report()
         work = load.work(self.instance.role, self._new_tokens, self._new_requests, request.slo)
         self._new_tokens += len(request.token_ids)
@@ -549,8 +550,8 @@ class WorkerService:
                     raise InvalidRequest(
                         f"a {self.instance.role} worker has no decode slots to reserve"
                     )
-                # The clocks of two machines may differ, so the time that is left counts. Older
-                # senders do not set it.
+                # The clocks of two machines may differ, so the expiry is computed from the time
+                # that is left. Older senders do not set this time.
                 if left_s:
                     expires_at = self.clocks.epoch() + left_s
                 self.admission.reserve(reservation_id, expires_at)
@@ -570,7 +571,7 @@ class WorkerService:
         """Return parameters signed for other receivers, while their KV is pending.
 
         Raises:
-            TransferRejected: they are not from this worker.
+            TransferRejected: the parameters are not from this worker.
             TransferExpired: the KV is not pending any more.
         """
         reissued = self._signer.reissue(kv_params, receivers)

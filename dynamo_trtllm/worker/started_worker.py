@@ -28,8 +28,8 @@ from dynamo_trtllm.worker.timing import TIMING, WorkerTiming
 log = logging.getLogger(__name__)
 
 _LOG_EVERY_S = 3.0
-_QUIET_DRAIN_S = 0.1  # a shorter drain logs no progress
-# The engine answers this prompt before and after a sleep.
+_QUIET_DRAIN_S = 0.1  # a drain that is shorter than this logs no progress
+# A fixed prompt that the engine must answer in the same way before and after a sleep.
 _CHECK_PROMPT = range(16)
 _CHECK_TOKENS = 4
 _CHECK_LIMIT_S = 120.0
@@ -48,9 +48,9 @@ class StartedWorker:
     | waking   | no         | the engine restores its memory, and must answer  | serving           |
     |          |            | a fixed prompt as it did before the sleep        |                   |
 
-    Only one change between serving and asleep runs at a time. It is a task of `tasks`. If the
-    engine fails, or answers the fixed prompt differently, its memory is in an unknown state: the
-    task fails, and the worker ends.
+    Only one change between serving and asleep runs at a time, as a task of `tasks`. If the engine
+    fails, or answers the fixed prompt differently, its memory is in an unknown state. Then the task
+    fails, and the worker ends.
 
     Args:
         service: the worker's service of its engine.
@@ -81,7 +81,7 @@ class StartedWorker:
     def sleep(self) -> str:
         """Begin to fall asleep, unless the worker is asleep.
 
-        Return why it can't; "" if it can.
+        Return why the worker can't fall asleep; "" if it can.
         """
         engine = self._engine
         if not isinstance(engine, Sleeps):
@@ -98,7 +98,7 @@ class StartedWorker:
     def wake(self) -> str:
         """Begin to wake up, unless the worker is awake.
 
-        Return why it can't; "" if it can.
+        Return why the worker can't wake up; "" if it can.
         """
         if self.health.phase == "serving":
             return ""
@@ -117,7 +117,7 @@ class StartedWorker:
         """
         self.server.is_accepting = False
         try:
-            # The log of the progress never ends by itself.
+            # `_log_drain` never ends by itself.
             is_drained = await wait_for_first(
                 self._finish_requests(), self._log_drain(), timeout_s=self.drain_timeout_s
             )
@@ -137,7 +137,7 @@ class StartedWorker:
     # --- drain ------------------------------------------------------------------------------------
 
     async def _finish_requests(self) -> bool:
-        # This includes requests that have not reached the engine yet.
+        # The server also waits for requests that have not reached the engine yet.
         await self.server.until_finished()
         await self._engine.drain()
         return True

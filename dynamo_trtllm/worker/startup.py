@@ -1,6 +1,5 @@
-"""Start a worker's engine.
-
-Check flags and parsers, run preflight against live peers, and report loading progress.
+"""Start a worker's engine: check flags and parsers, run preflight against live peers, and report
+the progress of loading.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from dynamo_trtllm.worker.timing import TIMING, WorkerTiming
 
 log = logging.getLogger(__name__)
 
-# Values that have no effect.
+# Values of sampling parameters that have no effect.
 _NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
@@ -56,9 +55,10 @@ def sampling_defaults(config: WorkerConfig, model: str) -> SamplingDefaults:
 def without_unsupported(
     defaults: SamplingDefaults, unsupported_features: Collection[str]
 ) -> SamplingDefaults:
-    """Return the defaults without those that the engine does not support.
+    """Return the defaults without those that the engine does not support, because each request with
+    an unsupported field would fail.
 
-    They would make each request fail. Log a warning about dropped defaults that have an effect.
+    Log a warning about dropped defaults that have an effect.
     """
     dropped = [name for name in defaults.given() if name in unsupported_features]
     effective = [name for name in dropped if getattr(defaults, name) != _NEUTRAL.get(name)]
@@ -75,14 +75,16 @@ def without_unsupported(
 def check_flags(config: WorkerConfig, *, reads_model: bool) -> None:
     """Check the flags of parsers and template before the model is loaded.
 
-    Whether they fit the model is checked only if the model's folder shows its format.
+    Parsers and template must also fit the model. This is checked only if the model's folder shows
+    the format of the model.
 
     Args:
-        config: has the flags.
-        reads_model: `model_path` is the model's folder.
+        config: settings with the flags.
+        reads_model: True if `model_path` is the model's folder.
 
     Raises:
-        ConfigError: like `parsers` and `with_template`, or the template can't be read.
+        ConfigError: the template can't be read, or a flag does not fit the model, see `parsers` and
+            `with_template`.
     """
     template = config.custom_jinja_template
     if template is not None:
@@ -97,7 +99,7 @@ def check_flags(config: WorkerConfig, *, reads_model: bool) -> None:
         # The engine reports an unreadable model.
         return
     renderer = renderer_of(model_type)
-    # Only for their errors: the results are needed when the model is loaded.
+    # These calls are made only for their errors. Their results are not needed here.
     parsers(config, renderer)
     with_template(config, renderer, {})
 
@@ -119,10 +121,10 @@ def with_template(
 ) -> dict[str, Path]:
     """Return the files that frontends fetch, by their names.
 
-    The template of --custom-jinja-template replaces that of the model.
+    The template of --custom-jinja-template replaces the template of the model.
 
     Args:
-        config: has the flag.
+        config: settings with the flag.
         renderer: "harmony" or "chat_template".
         files: tokenizer and template files of the model.
 
@@ -145,7 +147,7 @@ def parsers(config: WorkerConfig, renderer: str) -> dict[str, str]:
     """Return the names of the model's parsers by field of the card.
 
     Args:
-        config: has the parser flags.
+        config: settings with the parser flags.
         renderer: "harmony" or "chat_template".
 
     Raises:
@@ -181,7 +183,8 @@ async def live_peers(
     """Return the registered instances of the same model that exchange KV with this role.
 
     Raises:
-        Unreachable: discovery does not answer. It is better to know this before loading.
+        Unreachable: discovery does not answer. Without this error, the worker would load for
+            minutes before it fails to register.
     """
     instances: list[Instance] = []
     async with aclosing(discovery.watch(namespace)) as events:
@@ -230,7 +233,8 @@ def format_finding(finding: Finding) -> str:
     )
 
 
-_NUMBERS = re.compile(r"[\d.]+")  # in the progress of an engine: they change within a stage
+# The numbers in the progress of an engine, which change within a stage of loading.
+_NUMBERS = re.compile(r"[\d.]+")
 
 
 async def start_engine(engine: Engine, health: Health, timing: WorkerTiming = TIMING) -> EngineInfo:
@@ -271,10 +275,10 @@ def freeze_objects() -> None:
     """Collect garbage once, then exclude all objects that exist now from garbage collection.
 
     An engine's library creates hundreds of thousands of objects that stay until the process ends. A
-    collection of the oldest generation looks at each of them and holds the GIL meanwhile, so that
-    all streams pause. Dynamo's workers can switch collections off for this reason
-    (TRTLLM_SERVER_DISABLE_GC in main.py of dynamo.trtllm 1.7), but then cycles of requests are
-    never freed.
+    collection of the oldest generation looks at each of these objects and holds the GIL meanwhile,
+    so that all streams pause. For this reason, Dynamo's workers can switch garbage collection off
+    (TRTLLM_SERVER_DISABLE_GC in main.py of dynamo.trtllm 1.7). But then reference cycles of
+    requests are never freed.
     """
     gc.collect()
     gc.freeze()

@@ -82,9 +82,10 @@ SWITCH_S = 0.0005
 # engine loads.
 _GC_THRESHOLDS = (50_000, 20, 100)
 _ID_BITS = 53  # `/health` has ids as JSON numbers, for which JavaScript and jq have this precision
-# The limit of open files. Each KV transfer takes one; everything else takes about 128.
+# The limit of open files. Each KV transfer takes one file; everything else takes about 128 files.
 _MAX_OPEN_FILES = 8192
-# Components of endpoints. All workers but prefill workers have that of their engine.
+# Components of endpoints: of prefill workers, and of other workers whose engine is from another
+# package. All other workers have the component that `BUILT_IN` names for their engine.
 _PREFILL_COMPONENT = "prefill"
 _OUTSIDE_ENGINE_COMPONENT = "backend"
 
@@ -121,7 +122,7 @@ def _check_worker_settings(config: WorkerConfig, kind: EngineKind | None) -> _Ch
 
     Args:
         config: settings of the worker.
-        kind: the engine. None: the engine of `config.engine`.
+        kind: the engine; None for the engine of `config.engine`.
 
     Raises:
         ConfigError: a prerequisite of the engine is missing, or a flag has a wrong value.
@@ -176,7 +177,7 @@ class Worker(Lifecycle):
     signals and changes settings of the process.
 
     Attributes:
-        instance_id: id under which it registers.
+        instance_id: id under which the worker registers.
     """
 
     def __init__(
@@ -193,7 +194,7 @@ class Worker(Lifecycle):
             engine: class or function that creates an engine of your own. It is called as
                 `engine(config, instance_id=...)` when the worker starts. Default: the engine of
                 `config.engine`.
-            timing: how long its parts wait. Tests pass shorter times.
+            timing: how long the parts of the worker wait. Tests pass shorter times.
 
         Raises:
             ConfigError: `config` is no WorkerConfig, `engine` is no such class or function, or
@@ -221,12 +222,14 @@ class Worker(Lifecycle):
         self._health = Health(instance_id=f"{self.instance_id:x}")
         self._tasks = BackgroundTasks(self._background_failed)
         self._started_worker: StartedWorker | None = None
-        self._owns_process = False  # True: nothing but this worker runs in the process
+        self._owns_process = False  # True if nothing but this worker runs in the process
         self._system_port: int | None = None  # the port of the health server, once it listens
 
     @property
     def url(self) -> str | None:
-        """The URL of health and metrics. None without `system_port`, or before it listens."""
+        """The URL of health and metrics. None without `system_port`, or before the health server
+        listens.
+        """
         if self._system_port is None:
             return None
         return http_url(self._config.system_host, self._system_port, "")
@@ -240,7 +243,7 @@ class Worker(Lifecycle):
             ConfigError: the configuration is invalid.
             Unreachable: NATS or etcd does not answer.
             EngineFailed: the engine failed, or a restart was requested.
-            RuntimeError: this is another thread, or it runs an event loop.
+            RuntimeError: the thread is not the main thread, or it runs an event loop.
         """
         import uvloop
 
@@ -301,9 +304,9 @@ class Worker(Lifecycle):
                 await self._drain(started)
                 raise
             except asyncio.CancelledError:
-                # `stop` was not called: something that ran in the event loop has raised
-                # SystemExit, maybe because of a request. If frontends took this for a drain, they
-                # would try the request on one worker after the other.
+                # If `stop` was not called, something in the event loop has raised SystemExit, maybe
+                # because of a request. Frontends must not take this for a drain, because they would
+                # then send the request to one worker after the other.
                 if self._owns_process and not self._stop_event.is_set():
                     started.server.failure = "its event loop was stopped"
                 raise
@@ -390,7 +393,7 @@ class Worker(Lifecycle):
             self._health.shares_since = table.since.get(self.instance_id)
 
     def _transfer_keys(self) -> TransferKeys | None:
-        """Return the keys that sign this worker's KV transfers. None: it has no key file.
+        """Return the keys that sign this worker's KV transfers; None without a key file.
 
         Raises:
             ConfigError: the key file can't be used.
@@ -478,7 +481,7 @@ class Worker(Lifecycle):
     ) -> KvEventPublisher | None:
         """Publish the changes of the engine's prefix cache until `stack` is closed.
 
-        None: the instance does not announce them.
+        Return None if the instance does not announce KV events.
         """
         if not instance.publishes_kv_events or not isinstance(engine, PublishesKvEvents):
             return None
@@ -491,19 +494,19 @@ class Worker(Lifecycle):
     async def _drain(self, started: StartedWorker) -> None:
         self._health.phase = "draining"
         RECORDER.record_process(RecordedEvent.DRAINING)
-        # First, so that frontends send no more requests.
+        # The worker deregisters first, so that frontends send no more requests.
         await started.deregister()
         await started.drain()
         self._health.phase = "stopped"
 
     def _sleep(self) -> str:
-        """Begin to fall asleep. Return why the worker can't; "" if it has begun."""
+        """Begin to fall asleep. Return why the worker can't fall asleep; "" if it has begun."""
         if self._started_worker is None:
             return self._not_started()
         return self._started_worker.sleep()
 
     def _wake(self) -> str:
-        """Begin to wake up. Return why the worker can't; "" if it has begun."""
+        """Begin to wake up. Return why the worker can't wake up; "" if it has begun."""
         if self._started_worker is None:
             return self._not_started()
         return self._started_worker.wake()

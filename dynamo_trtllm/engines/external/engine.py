@@ -1,6 +1,7 @@
 """Define the base class of engines that wrap an inference library.
 
-It loads the library and warms it up, runs requests, checks health, drains, and shuts down.
+The base class loads the library and warms it up, runs requests, checks health, drains, and shuts
+the library down.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from dynamo_trtllm.protocol.streams import OnEvent
 
 log = logging.getLogger(__name__)
 
-_SHUTDOWN_S = 60.0
+_SHUTDOWN_S = 60.0  # longest wait for the shutdown of the library
 _GIB = 1 << 30
 
 T = TypeVar("T")
@@ -46,18 +47,19 @@ V = TypeVar("V")
 async def run_in_daemon_thread(
     call: Callable[[], T], *, name: str, unwanted: Callable[[T], None] | None = None
 ) -> T:
-    """Run `call` on a daemon thread, and return or raise what it does.
+    """Run `call` on a daemon thread, and return its result or raise its exception.
 
-    If it never ends, the process can still end.
+    A daemon thread does not keep the process alive, so the process can end even if `call` never
+    ends.
 
     Args:
         call: blocking function.
         name: name of the thread, for logs.
-        unwanted: receives the result, on another thread, if this was cancelled before it could
-            return it.
+        unwanted: receives the result, on another thread, if this coroutine was cancelled before
+            `call` ended.
     """
     result: Future[T] = Future()
-    # No cancel can prevent the call from now on.
+    # From now on, a cancel of the future does not prevent the call.
     result.set_running_or_notify_cancel()
 
     def run() -> None:
@@ -103,8 +105,8 @@ class LoadProgress:
         """Note the memory in use.
 
         Args:
-            weight_bytes: the weights of one GPU. They are loaded until this much more memory is
-                used.
+            weight_bytes: size of the weights of one GPU. The weights count as loaded once this
+                much more GPU memory is used.
             reported: returns the phase that the library's processes have reported; "" if they
                 report none.
             look_every_s: shortest time between two queries of the driver.
@@ -119,7 +121,7 @@ class LoadProgress:
     def progress(self) -> str:
         """Describe the loading phase.
 
-        If the library does not report it, it is derived from the GPU memory in use.
+        If the library reports no phase, the phase is derived from the GPU memory in use.
         """
         if time.monotonic() - self._looked_at > self._look_every_s:
             self._looked_at = time.monotonic()
@@ -142,7 +144,7 @@ class LoadProgress:
 
 
 class ExternalEngine(Engine, TransfersKv, GuardsKvTransfers, ChecksHealth, ReportsProgress):
-    """Implementation of `Engine` without `start`."""
+    """The base class of engines that wrap a library. A subclass adds `start`."""
 
     library: Library  # set once the library is loaded
 
@@ -171,7 +173,7 @@ class ExternalEngine(Engine, TransfersKv, GuardsKvTransfers, ChecksHealth, Repor
         self._transfer_guard = TransferGuard()
         self._loading: LoadProgress | None = None
         self._llm: Any = None  # the library's own object
-        # Functions that end what reads from the library, such as threads. Each is idempotent.
+        # Functions that stop the readers of the library, such as threads. Each is idempotent.
         self._stop_readers: list[Callable[[], None]] = []
 
     def use_transfer_guard(self, guard: TransferGuard) -> None:
@@ -195,7 +197,8 @@ class ExternalEngine(Engine, TransfersKv, GuardsKvTransfers, ChecksHealth, Repor
 
         Raises the exceptions of `build`.
 
-        A cancelled call returns at once; an engine object that is built later is shut down.
+        If this coroutine is cancelled, it ends at once, and the engine object is shut down after it
+        was built.
 
         Args:
             build: blocking function that returns the bindings and the engine object.
@@ -292,7 +295,7 @@ class ExternalEngine(Engine, TransfersKv, GuardsKvTransfers, ChecksHealth, Repor
         """Shut the library down; called on a thread."""
         try:
             llm.shutdown()
-        except Exception as exc:  # noqa: BLE001 - of any class; nothing can be done about it
+        except Exception as exc:  # noqa: BLE001 - logged; libraries raise errors of any class
             log.warning(
                 "%s failed to shut down; check for leftover processes: %s",
                 self._library_name,
@@ -300,6 +303,7 @@ class ExternalEngine(Engine, TransfersKv, GuardsKvTransfers, ChecksHealth, Repor
             )
 
     def _discard(self, built: tuple[Any, Any]) -> None:
+        """Shut down what `build` of `_load` has returned."""
         _, llm = built
         self._shut_down(llm)
 

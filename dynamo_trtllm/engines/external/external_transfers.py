@@ -1,8 +1,9 @@
 """Count the KV transfers of engines whose library does not report fetched KV.
 
-Also decode the state of their engines, which is in the KV transfer parameters. If a library keeps
-KV that no decode worker will fetch, the KV counts as held until the library frees it. Runs on the
-event loop.
+If a library keeps KV that no decode worker will fetch, the KV counts as held until the library
+frees it. All methods run on the event loop.
+
+This module also decodes the engine state in the KV transfer parameters.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ class ExternalTransfers(PendingTransfers):
     def kv_blocks(self) -> int:
         """The number of KV blocks of these transfers.
 
-        It is computed from the lengths of their prompts, because the library does not report it.
+        The number is computed from the lengths of the prompts, because the library does not report
+        it.
         """
         pending = sum(kv_blocks(self.identity.layout, tokens) for tokens in self.prompt_tokens)
         retained = sum(kv.num_blocks for kv in self._retained.values())
@@ -88,12 +90,19 @@ class ExternalTransfers(PendingTransfers):
         """
         prompt_tokens = len(request.token_ids)
         num_bytes = kv_bytes(self.identity.layout, prompt_tokens)
-        kv_params = self.add(request, first, num_bytes, partial(self._ended, call, prompt_tokens))
+        on_end = partial(self._on_end, call, prompt_tokens)
+        kv_params = self.add(request, first, num_bytes, on_end)
         RECORDER.record(request.request_id, RecordedEvent.KV_PUBLISHED, num_bytes)
         self._on_change()
         return msgspec.structs.replace(kv_params, engine_state=engine_state)
 
-    def _ended(self, call: LibraryCall, prompt_tokens: int, outcome: ReleaseOutcome | None) -> None:
+    def _on_end(
+        self, call: LibraryCall, prompt_tokens: int, outcome: ReleaseOutcome | None
+    ) -> None:
+        """Free the KV of a transfer that has ended, unless the KV was fetched.
+
+        The outcome is None if the transfer has expired.
+        """
         try:
             if outcome is not ReleaseOutcome.FETCHED:
                 self.release_kv(call, prompt_tokens, has_expired=outcome is None)
@@ -112,7 +121,7 @@ class ExternalTransfers(PendingTransfers):
             prompt_tokens: length of its prompt.
             has_expired: a decode worker whose clock is behind may still read the KV.
         """
-        # None: it is not kept. Infinity: it is kept for ever.
+        # None: the library does not keep the KV. Infinity: it keeps the KV for ever.
         kept_until_s = call.release_kv(has_expired=has_expired)
         if kept_until_s is None:
             return
@@ -193,6 +202,6 @@ def kv_bytes(layout: KvLayout, tokens: int) -> int:
     Sliding windows, which save KV, are ignored.
     """
     item_bytes = KV_ITEM_BYTES.get(layout.dtype, 2.0)
-    # 2: keys and values.
+    # The factor of 2 is for keys and values.
     bytes_per_token = 2 * layout.num_layers * layout.num_kv_heads * layout.head_dim * item_bytes
     return round(kv_blocks(layout, tokens) * layout.block_tokens * bytes_per_token)

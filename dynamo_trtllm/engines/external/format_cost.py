@@ -1,10 +1,12 @@
 """Reject output formats that xgrammar would compile for many seconds.
 
-vLLM and TensorRT-LLM compile formats in their own processes, where a compilation can't be ended.
-xgrammar finds out for each state of a format which tokens it allows. So the cost of a state is the
-number of tokens that it looks at: most of them where any character may follow, few where only
-digits may. The figures are CPU times of xgrammar 0.2.8 on one core with a vocabulary of 201,088
-tokens. The estimate takes time in proportion to the size of a format.
+vLLM and TensorRT-LLM compile formats in their own processes, where a compilation can't be ended. So
+the cost of a format is estimated before.
+
+xgrammar finds out for each state of a format which tokens the state allows. So the cost of a state
+is the number of tokens that xgrammar looks at: most tokens where any character may follow, few
+tokens where only digits may follow. The figures are CPU times of xgrammar 0.2.8 on one core with a
+vocabulary of 201,088 tokens. The estimate takes time in proportion to the size of a format.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ LIMITS: Final = {COMPILE_TIME: 2_000, LENGTHS: 1_280}
 class Width(Enum):
     """How many tokens a character or class allows.
 
-    The values are the microseconds that a state takes, those that a loop takes, and the weight in a
-    run of variable pieces (see `_Piece`).
+    The three values are the microseconds that a state takes, the microseconds that a loop takes,
+    and the weight of the character in a run (see `_Piece`).
     """
 
     LITERAL = (36, 36, 0.0)
@@ -57,19 +59,19 @@ class Width(Enum):
 
 
 _PROPERTY_US: Final = 350
-_OPTIONAL_PAIR_US: Final = 25  # each pair of optional properties of an object
-_AMBIGUITY_US: Final = 40_000  # of a run: times (weight - 1) ** 2, if its weight is above 1
+_OPTIONAL_PAIR_US: Final = 25  # for each pair of optional properties of an object
+_AMBIGUITY_US: Final = 40_000  # for a run of a weight above 1: times (weight - 1) ** 2
 _LONG: Final = 10  # characters; a longer bounded length counts towards the limit LENGTHS
 _MAX_STATES: Final = 128  # xgrammar writes out no more repetitions than these
-_MAX_LENGTH: Final = 10**9  # larger ones count as this one
-_LEAST_WEIGHT: Final = 0.05  # of each piece of variable length
-_LOOP_WEIGHT: Final = 1.2  # of letters or other characters without a limit
-# What a copy of a group weighs, in comparison with a piece that is written several times.
+_MAX_LENGTH: Final = 10**9  # a larger length counts as this one
+_LEAST_WEIGHT: Final = 0.05  # the least weight of a piece of variable length
+_LOOP_WEIGHT: Final = 1.2  # the weight of any number of letters or other characters
+# The weight of a copy of a group, relative to the weight of a piece that is written again.
 _COPY_WEIGHT: Final = 0.4
-# A group that contains a literal, and may be left out or repeated, weighs this part of its heavier
-# end.
+# The weight of a group that contains a literal and may be left out or repeated, relative to the
+# weight of the heavier one of the two runs at its ends.
 _SPLIT_WEIGHT: Final = 0.5
-# What a bounded length weighs, in comparison with one optional character.
+# The weight of a bounded length, relative to the weight of one optional character.
 _LENGTH_WEIGHT: Final = 2
 
 
@@ -85,7 +87,10 @@ def check_cost(guided: StructuredOutput) -> None:
 
 
 class _Estimate:
-    """What the formats of a request cost. xgrammar compiles equal patterns and lengths once."""
+    """The cost of the formats of a request.
+
+    xgrammar compiles equal patterns and lengths once, so they count once.
+    """
 
     def __init__(self) -> None:
         self._compile_us = 0.0
@@ -163,9 +168,10 @@ class _Estimate:
 def _length_states(lengths: Iterable[tuple[int, int]]) -> int:
     """Return the number of states that count the characters of strings.
 
-    `lengths`: the minimum and the maximum of each length, of which the larger one counts. Lengths
-    below _MAX_STATES are written out, and the longest of them has the states of the shorter ones,
-    too.
+    `lengths`: the minimum and the maximum of each length. The larger number of the two counts.
+
+    Lengths below _MAX_STATES are written out, and the shorter ones use the states of the longest
+    one.
     """
     counts = [max(length) for length in lengths]
     longest_written_out = max((count for count in counts if count < _MAX_STATES), default=0)
@@ -173,7 +179,7 @@ def _length_states(lengths: Iterable[tuple[int, int]]) -> int:
 
 
 def _count(value: Any) -> int:
-    """Return the value of a keyword of lengths, 0 if it has none."""
+    """Return the value of a keyword such as maxLength; 0 if the value is no positive number."""
     is_positive = isinstance(value, int | float) and value > 0
     if not is_positive:
         return 0
@@ -213,8 +219,8 @@ _REGEX_TOKEN: Final = re.compile(
     rf"""
       (?P<group> {_GROUP} )
     | (?P<end> \) )
-    | (?P<other> \| )
-    | (?P<run> {_TEXT} )
+    | (?P<or> \| )
+    | (?P<text> {_TEXT} )
     | (?P<anchor> [\^$] | \\[bBAzZ] )
     | (?P<char> {_ESCAPE} )
     | (?P<class> {_CLASS} | \. | {_PROPERTY} | \\[A-Za-z] )
@@ -231,7 +237,7 @@ _GRAMMAR_TOKEN: Final = re.compile(
 )
 _BOUNDS: Final = re.compile(r"\{(\d*)(,?)(\d*)\}")
 _LETTERS: Final = "etaoin"
-# What `re` would read in another way, or warn of.
+# Characters of a class that `re` would read in another way, or warn of.
 _SET_OPERATION: Final = re.compile(r".\[|--|&&|~~|\|\|", re.DOTALL)
 
 
@@ -239,18 +245,18 @@ class _Piece(NamedTuple):
     """A piece of a regular expression.
 
     A run is a sequence of pieces of variable length, such as `a?b*`, without a literal in between.
-    It is ambiguous: after a text, the format may be in many of its states. The weight of a run says
-    how ambiguous it is.
+    A run is ambiguous: after the same text, the format may be in many states of the run. The weight
+    of a run says how ambiguous the run is.
     """
 
-    us: float = 0.0  # microseconds, without the runs that are still open
+    us: float = 0.0  # microseconds, without the runs at the ends of this piece
     # Number of states that count bounded lengths, each times the weight of its characters.
     states: float = 0.0
     # Weight of all characters, as if they were one run.
     weight: float = 0.0
     before: float = 0.0  # weight of the run at its beginning
     after: float = 0.0  # weight of the run at its end
-    # False: it has no literal, so that `before` and `after` are the same run
+    # True if the piece has a literal. Without one, `before` and `after` are the same run.
     is_split: bool = False
     width: Width | None = None  # the width of a single character or class
 
@@ -270,7 +276,10 @@ class _Piece(NamedTuple):
 
     def total_us(self) -> float:
         """Return the microseconds with all runs."""
-        return self.us + _run_us(self.before) + (_run_us(self.after) if self.is_split else 0)
+        total_us = self.us + _run_us(self.before)
+        if self.is_split:
+            total_us += _run_us(self.after)
+        return total_us
 
     def variable(self, times: int = 1) -> _Piece:
         """Return a piece with at most `times` copies of this one.
@@ -306,7 +315,7 @@ def _one_run(us: float, states: float, weight: float) -> _Piece:
 
 
 def _copies(times: int) -> float:
-    """Return what `times` copies of a group weigh, in comparison with one."""
+    """Return the weight of `times` copies of a group, relative to the weight of one group."""
     return max(1.0, _COPY_WEIGHT * times)
 
 
@@ -319,7 +328,7 @@ class _OpenGroup:
 
     def __init__(self) -> None:
         self._done: list[_Piece] = []  # the alternatives that have ended
-        # All pieces of the current alternative but the last one, as one.
+        # The pieces of the current alternative, without the last one, as one piece.
         self._joined = _Piece()
         self._last = _Piece()  # the piece that a quantifier would repeat
 
@@ -357,15 +366,15 @@ def _read_regex(text: str) -> _Piece:
         elif kind == "end" and len(groups) > 1:
             piece = groups.pop().closed()
             groups[-1].add(piece)
-        elif kind == "other":
+        elif kind == "or":
             groups[-1].end_alternative()
         elif kind == "repeat":
             groups[-1].quantify(token.group())
-        elif kind == "run":
+        elif kind == "text":
             groups[-1].add(_Piece(Width.LITERAL.state_us * len(token.group()), is_split=True))
         elif kind != "anchor":
             width = _width(token.group()) if kind in ("class", "blank") else Width.LITERAL
-            # A blank costs more only where it may be repeated or left out.
+            # A blank costs more than a literal only where it may be repeated or left out.
             state_us = Width.LITERAL.state_us if width is Width.BLANK else width.state_us
             groups[-1].add(
                 _Piece(state_us, weight=width.weight, is_split=width.splits_runs, width=width)
@@ -394,7 +403,8 @@ def _characters(width: Width, least: int, most: int | None) -> _Piece:
     if width.weight and written_out > _LONG:
         states = written_out * width.weight
     elif written_out > 1 or most is not None:
-        # All but `*`, `+`, `{0,}` and `{1,}`, which only loop.
+        # The quantifiers `*`, `+`, `{0,}` and `{1,}` have only a loop. All others have states that
+        # are written out.
         us += written_out * width.state_us
     if least == most:
         return _Piece(us, states, width.weight, is_split=width.splits_runs and least > 0)
@@ -407,9 +417,8 @@ def _characters(width: Width, least: int, most: int | None) -> _Piece:
 
 
 def _bounds(text: str) -> tuple[int, int | None]:
-    """Return the least and the greatest number of repetitions of a quantifier.
-
-    None: there is no greatest number.
+    """Return the least and the greatest number of repetitions of a quantifier; None if there is no
+    greatest number.
     """
     if text == "?":
         return 0, 1
@@ -424,7 +433,9 @@ def _bounds(text: str) -> tuple[int, int | None]:
 
 
 def _number(digits: str) -> int:
-    """Return the number; of a longer one, its first nine digits, which exceed all limits."""
+    """Return the number. Of a longer number, only the first nine digits count: they exceed all
+    limits.
+    """
     return int(digits.lstrip("0")[:9] or 0)
 
 

@@ -1,6 +1,5 @@
-"""Import an inference library, and define what it gives to an engine.
-
-That is: calls, results, health and counters.
+"""Import an inference library, and define the interface through which an engine uses a library:
+calls, results, health and counters.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ ENDS: Mapping[str, FinishReason] = {"stop": FinishReason.STOP, "length": FinishR
 
 
 class Counts(NamedTuple):
-    """Counters that the library reports; 0 if it does not report one."""
+    """Counters of the library. A counter that the library does not report is 0."""
 
-    waiting: int = 0  # requests
+    waiting: int = 0  # waiting requests
     kv_blocks_used: int = 0
     kv_blocks_total: int = 0
 
@@ -57,7 +56,7 @@ class ResultReceiver(Protocol):
         """End the call with an error. Never raises.
 
         EngineFailed ends all calls if the library is not healthy, or if several requests in a row
-        end in it.
+        have ended with EngineFailed.
         """
 
 
@@ -67,7 +66,7 @@ class LibraryCall(Protocol):
     The runner calls `run` once, and the other methods only after that.
     """
 
-    exports_kv: bool  # a prefill call whose KV stays allocated for a decode worker
+    exports_kv: bool  # True for a prefill call whose KV stays allocated for a decode worker
     stop_ids: frozenset[int]  # token ids that end the output
     num_generated: int  # output tokens so far
     # Prompt tokens that came from the prefix cache, as far as the library has reported them.
@@ -77,30 +76,29 @@ class LibraryCall(Protocol):
         """Submit the call and pass its results to the receiver, in this coroutine or in callbacks.
 
         Raises:
-            DynamoError: the library rejected the call, or it ended without a finish reason.
-                EngineFailed as for `ResultReceiver.on_error`.
+            DynamoError: the library rejected the call, or the call ended without a finish reason.
+                EngineFailed has the effect that `ResultReceiver.on_error` describes.
         """
 
     def read(self, result: Any) -> tuple[Chunk, str | None]:
         """Return the tokens that a result adds, and the finish reason.
 
-        The runner calls it once per result, in order.
+        The runner calls this method once per result, in order.
 
-        A chunk may also have the log-probabilities of the whole prompt. It has no finish reason and
-        no timings.
+        The chunk may also have the log-probabilities of the whole prompt. The chunk has no finish
+        reason and no timings.
         """
 
     def phases(self, result: Any) -> dict[str, float]:
         """Return the library's seconds of each phase of this call until its first token.
 
-        The runner calls it at the first tokens and at the end. Empty: the library does not report
-        them.
+        The runner calls this method at the first tokens and at the end. The result is empty if the
+        library does not report phases.
         """
 
     def export(self, result: Any, chunk: Chunk) -> tuple[Chunk, bytes]:
-        """Return the first token of this prefill call, and what the reader of its KV needs.
-
-        The call has ended.
+        """Return the first token of this prefill call, which has ended, and the engine state that
+        the decode worker needs to fetch its KV.
 
         Raises:
             DynamoError: the library gave nothing to transfer.
@@ -109,23 +107,24 @@ class LibraryCall(Protocol):
     def abort(self) -> None:
         """Ask the library to end the call, without waiting.
 
-        Its last result still goes to the receiver.
+        The last result of the call still goes to the receiver.
         """
 
     def release_kv(self, *, has_expired: bool) -> float | None:
         """Free the KV that this prefill call has exported or would have exported, without waiting.
 
         Returns:
-            None: the library frees it, or has none. A time of `time.monotonic()`: it keeps the KV
-            until then, whatever is asked of it. Infinity: it never frees the KV.
+            None if the library frees the KV now, or holds no KV. A time of `time.monotonic()` if
+            the library keeps the KV until then and can't free it earlier. Infinity if the library
+            never frees the KV.
         """
 
 
 class Library(Protocol):
-    """A loaded library. Its engine shuts it down, after `aclose`."""
+    """A loaded library. The engine shuts the library down after `aclose`."""
 
     transfer_hint: str  # where to look when the KV of a prompt was not received
-    can_abort_fetch: bool  # a decode call may be aborted while the library fetches its KV
+    can_abort_fetch: bool  # True if a decode call may be aborted while the library fetches its KV
     keeps_unfetched_kv: bool  # see `EngineInfo.keeps_unfetched_kv`
 
     def prepare(self, request: GenerateRequest, kv_params: KvTransferParams | None) -> LibraryCall:
@@ -145,15 +144,15 @@ class Library(Protocol):
         """Return why the library can no longer serve; "" if it can.
 
         Args:
-            waiting_since: `time.monotonic()` when the oldest request began that still waits for
-                results; None: no request does.
+            waiting_since: when the oldest request that still waits for results began, by
+                `time.monotonic()`; None if no request waits for results.
         """
 
     def counts(self, *, is_idle: bool) -> Counts:
         """Return the library's counters, which may be out of date.
 
         Args:
-            is_idle: no call runs, and no KV transfer is pending.
+            is_idle: True if no call runs and no KV transfer is pending.
         """
 
     async def aclose(self) -> None:
@@ -226,7 +225,7 @@ def is_plain(guided: StructuredOutput) -> bool:
 
 
 def queue_priority(request: GenerateRequest, info: EngineInfo) -> int:
-    """Return the priority of a request in the queue of the library: lower values first.
+    """Return the priority of a request in the queue of the library. Lower values come first.
 
     Of requests of the same priority, those of clients below their share come first. So each
     priority of a request becomes two priorities of the queue. Returns 0, the library's default, if
@@ -243,8 +242,8 @@ def queue_priority(request: GenerateRequest, info: EngineInfo) -> int:
 def guided_params(guided: StructuredOutput) -> dict[str, Any]:
     """Return the arguments of the library's class for guided decoding.
 
-    They are the same in TensorRT-LLM and vLLM. Structural tags follow the format of xgrammar's
-    documentation, which both use.
+    The arguments are the same in TensorRT-LLM and vLLM. Structural tags follow the format of
+    xgrammar's documentation, which both libraries use.
 
     Raises:
         FormatTooComplex: the library would compile the format for too long.
@@ -371,7 +370,9 @@ class LibraryPackage:
             raise self._broken(exc) from exc
 
     def find(self, name: str, *modules: str) -> Any:
-        """Return a name of the first module that has it; its place depends on the release.
+        """Return the object with this name from the first of the modules that has one.
+
+        The module of an object may depend on the release.
 
         Raises:
             ConfigError: no module has the name, or an import fails.
@@ -391,8 +392,8 @@ class LibraryPackage:
             try:
                 found = importlib.import_module(module)
             except _IMPORT_ERRORS as exc:
-                # A missing module may be another one, which this one imports. Then the
-                # installation is broken.
+                # The missing module may be one that `module` imports. Then the installation is
+                # broken.
                 if isinstance(exc, ModuleNotFoundError) and _is_or_contains(exc.name, module):
                     continue  # the release has no such module
                 raise self._broken(exc) from exc

@@ -1,7 +1,7 @@
 """Run the requests of a loaded library.
 
 `ExternalCall` is one request, from its call of the library to its end, with its deadlines and its
-KV transfer. `LibraryCalls` holds all calls of one engine, and knows whether the library serves.
+KV transfer. `LibraryCalls` holds all calls of one engine, and knows whether the library can serve.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class LibraryCalls:
             ttl_s: seconds until a transfer expires.
         """
         self.library = library
-        self.transfers = ExternalTransfers(identity, ttl_s=ttl_s, on_change=self._note_idle)
+        self.transfers = ExternalTransfers(identity, ttl_s=ttl_s, on_change=self._update_idle)
         self.is_open = True
         self._unavailable = None
 
@@ -114,7 +114,7 @@ class LibraryCalls:
     def keeps_unfetched_kv(self) -> bool:
         """See `EngineInfo.keeps_unfetched_kv`.
 
-        False before the library is loaded: it runs no call then.
+        It is False before the library is loaded, because no call runs then.
         """
         return self.is_open and self.library.keeps_unfetched_kv
 
@@ -132,8 +132,8 @@ class LibraryCalls:
     def check(self) -> None:
         """See `ChecksHealth.check`. If the library can no longer serve, all streams end."""
         if self._unavailable is None:
-            begun = [call.created_at for call in self.inflight if not call.has_ended]
-            reason = self.library.health(min(begun, default=None))
+            begin_times = [call.created_at for call in self.inflight if not call.has_ended]
+            reason = self.library.health(min(begin_times, default=None))
             if reason:
                 self.fail(reason)
         self._require_available()
@@ -152,7 +152,7 @@ class LibraryCalls:
         if self.is_open:
             # The KV of the transfers has ended with the library.
             self.transfers.close()
-        # The list is made first, because new calls may begin while these calls fail.
+        # The tasks are listed first, because new calls may begin while these calls fail.
         tasks = [task for task in self.tasks if task is not asyncio.current_task()]
         for call in list(self.inflight):
             error = EngineFailed(why)
@@ -164,18 +164,18 @@ class LibraryCalls:
     def add(self, call: ExternalCall) -> None:
         """Count a call as running."""
         self.inflight.add(call)
-        self._note_idle()
+        self._update_idle()
 
     def remove(self, call: ExternalCall) -> None:
         """Stop counting a call. Idempotent."""
         self.inflight.discard(call)
-        self._note_idle()
+        self._update_idle()
 
     async def drain(self) -> None:
         """Wait until no call runs and no KV transfer is pending."""
         await self._idle.wait()
 
-    def _note_idle(self) -> None:
+    def _update_idle(self) -> None:
         has_transfers = self.is_open and len(self.transfers) > 0
         if self.inflight or has_transfers:
             self._idle.clear()
@@ -292,7 +292,7 @@ class ExternalCall(Stream):
         except Exception as exc:  # noqa: BLE001 - logged, and the caller gets InternalError
             error = unexpected_error(exc, self._task.get_name())
             if self._call is not None:
-                # The library may have got the call.
+                # The library may already have received the call.
                 self._call.abort()
         try:
             if error is not None:
@@ -329,7 +329,8 @@ class ExternalCall(Stream):
     def stop(self) -> bool:
         """See `StreamHandle.stop`.
 
-        A prefill call whose KV only a fetch can free still offers it after an abort.
+        Only a prefill call whose KV nothing but a fetch can free is stopped. After the abort, such
+        a call still offers its KV.
         """
         call = self._call
         if call is None or self.has_ended:
@@ -357,7 +358,7 @@ class ExternalCall(Stream):
             self._note_started()
         event: StreamEvent | None = None
         finish: str | None = None
-        # The stream may have ended before this result, or it may end with it.
+        # This is noted now, because the stream may end with this result.
         had_ended = self.has_ended
         try:
             finish = result.outputs[0].finish_reason
@@ -443,7 +444,7 @@ class ExternalCall(Stream):
                 return self._transfer_chunk(call, result, chunk)
         if finish not in ENDS:
             self._has_tokens = self._has_tokens or bool(chunk.token_ids)
-            return self._broken(finish)
+            return self._error_of(finish)
         return replace(chunk, finish_reason=ENDS[finish], stats=self._timings(call, result))
 
     def _transfer_chunk(self, call: LibraryCall, result: Any, chunk: Chunk) -> Chunk:
@@ -454,8 +455,8 @@ class ExternalCall(Stream):
         )
         return Chunk(finish_reason=FinishReason.KV_TRANSFER, kv_params=kv_params, stats=timings)
 
-    def _broken(self, finish: str) -> DynamoError:
-        """Return the error for a request that the library ended on its own."""
+    def _error_of(self, finish: str) -> DynamoError:
+        """Return the error for a finish reason with which the library ends a call on its own."""
         name = self._calls.library_name
         if self._request.phase is Phase.DECODE and not self._has_tokens:
             hint = self._calls.library.transfer_hint
@@ -476,9 +477,9 @@ class ExternalCall(Stream):
         until_first_s = self._first_result_at - self.created_at
         phases = call.phases(result)
         if phases:
-            # A name with a dot is a part of another phase.
-            inside_s = sum(seconds for name, seconds in phases.items() if "." not in name)
-            phases["submit"] = max(0.0, until_first_s - inside_s)
+            # A phase with a dot in its name is a part of another phase.
+            in_library_s = sum(seconds for name, seconds in phases.items() if "." not in name)
+            phases["submit"] = max(0.0, until_first_s - in_library_s)
         else:
             phase = "prefill" if kv_params is None else "kv_transfer"
             phases = {phase: until_first_s}

@@ -134,7 +134,7 @@ class MockArgs(BaseModel):
 
     @property
     def cost_prior(self) -> CostModel:
-        """What these arguments say about the time of steps and KV transfers."""
+        """The cost model that these arguments describe: the time of steps and of KV transfers."""
         decode = linear_decode_fit(self.step_s, self.decode_request_s, self.context_token_s)
         prefill = linear_prefill_fit(
             self.step_s, self.prefill_token_s, self.decode_request_s, self.context_token_s
@@ -173,7 +173,7 @@ class MockArgs(BaseModel):
         return self.kv_post_block_s * num_blocks
 
     def transfer_s(self, num_blocks: int) -> float:
-        """Return how long a KV transfer takes after this pause, in seconds."""
+        """Return how long a KV transfer takes after the pause of `kv_post_s`, in seconds."""
         return self.kv_transfer_s + self.kv_transfer_block_s * num_blocks
 
     @property

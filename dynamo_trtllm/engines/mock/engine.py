@@ -69,7 +69,7 @@ class MockEngine(
     Args:
         config: the configuration of the worker.
         instance_id: id of the worker.
-        backend: moves the simulated KV. None: the one of the engine arguments.
+        backend: moves the simulated KV; by default, the backend that the engine arguments name.
         clocks: the clocks of the process.
         seed: see `MockScheduler`.
         tokens_per_event: see `MockScheduler`.
@@ -135,7 +135,7 @@ class MockEngine(
         return stream
 
     def _start(self, stream: MockStream) -> None:
-        """Queue a request. Raises the error of a rejected one."""
+        """Queue a request. Raises the error with which it is rejected."""
         self._check()
         check_request(stream.request, self._info, transfers_kv=True, engine="mock engine")
         self._scheduler.submit(stream)
@@ -156,9 +156,11 @@ class MockEngine(
         self._scheduler.report_kv_events(on_events)
 
     async def import_kv(self, stream: MockStream, kv_params: KvTransferParams) -> Chunk | None:
-        """Fetch the seed, and return a chunk with the first tokens of the KV transfer parameters.
+        """Fetch the seed, and return a chunk with the first tokens, which are in the KV transfer
+        parameters. The scheduler generates the rest.
 
-        The rest follows. None: all tokens follow, because the engine computes the first ones again.
+        If the engine computes the first tokens again, the scheduler generates all tokens, and None
+        is returned.
         """
         num_blocks = self._scheduler.num_blocks(len(stream.request.token_ids))
         kv_bytes = num_blocks * KV_WORDS * array("I").itemsize
@@ -191,18 +193,18 @@ class MockEngine(
     async def export_kv(self, stream: MockStream, first: int) -> Chunk:
         """Publish the KV of a prompt, and return the chunk with its KV transfer parameters."""
         kv = _kv_of(stream.seed, self._scheduler.num_blocks(stream.kv_tokens))
-        # The blocks stay reserved until `unpublished`, also after the end of the stream.
+        # The blocks stay reserved while the KV is published, also after the end of the stream.
         block_table = stream.block_table
         stream.block_table = BlockTable()
 
-        # The default value keeps the memory alive until then.
-        def unpublished(_: array[int] = kv) -> None:
+        # The default value keeps the memory of the KV alive while it is published.
+        def on_unpublished(_: array[int] = kv) -> None:
             self._scheduler.free(block_table)
 
         address, _ = kv.buffer_info()
         regions = [MemoryRegion(address, len(kv) * kv.itemsize)]
         chunk = Chunk(token_ids=token_ids([first]))
-        kv_params = await self._transfers.publish(stream.request, chunk, regions, unpublished)
+        kv_params = await self._transfers.publish(stream.request, chunk, regions, on_unpublished)
         stream.phases.end_export(kv_params)
         return Chunk(
             finish_reason=FinishReason.KV_TRANSFER,
@@ -243,6 +245,11 @@ class MockEngine(
 
 
 def _kv_of(seed: int, blocks: int) -> array[int]:
+    """Return the simulated KV of a number of blocks.
+
+    All words are the seed, except the first word of each block, to which the block's index is
+    added.
+    """
     kv = array("I", [seed]) * (blocks * KV_WORDS)
     kv[::KV_WORDS] = array("I", range(seed, seed + blocks))
     return kv

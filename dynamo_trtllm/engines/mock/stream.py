@@ -16,7 +16,7 @@ from dynamo_trtllm.protocol.streams import KvHolder, OnEvent, StreamEvent, TaskS
 
 MAX_SEED = 0xFFFF
 # <|channel|>final<|message|> of the Harmony format. The tokens after it are content.
-_OPENING = (200005, 17196, 200008)
+_HARMONY_PREFIX = (200005, 17196, 200008)
 
 
 class MockStream(TaskStream):
@@ -44,21 +44,22 @@ class MockStream(TaskStream):
         super().__init__(on_event, tasks, kv_holder)
         self._retire = retire
         self.request = request
-        # Limit of the time between two tokens; None: there is none.
+        # Limit of the time between two tokens; None without a limit.
         self.itl_limit_s = None if request.slo is None else request.slo.itl_s
-        # Tokens that an earlier worker generated follow the client's prompt.
         self.prompt_tokens = len(request.token_ids)
-        prompt = request.token_ids[: self.prompt_tokens - request.num_resumed_output_tokens]
-        self.seed = zlib.crc32(prompt) & MAX_SEED
+        # After the client's prompt, `token_ids` has the tokens that an earlier worker generated.
+        # The seed must not depend on them.
+        client_prompt = request.token_ids[: self.prompt_tokens - request.num_resumed_output_tokens]
+        self.seed = zlib.crc32(client_prompt) & MAX_SEED
         self.block_table = BlockTable()
         self.prefill_left = 0 if request.kv_params else len(request.token_ids)
         self.num_output = 0  # output tokens so far
-        self.num_held = 0  # how many of the newest output tokens were not sent yet
+        self.num_held = 0  # number of the newest output tokens that were not sent yet
         self.token_s = math.inf  # when the newest token was generated or sent
-        self.worst_gap_s = 0.0  # between two tokens
-        self.wanted = 0  # tokens to generate, one per step
+        self.worst_gap_s = 0.0  # longest time between two tokens
+        self.wanted = 0  # number of tokens to generate, one per step
         self.first_step = 0  # number of the first step that may include this stream
-        # Set when the stream is in the batch; None: nothing waits for it.
+        # A future that is set when the stream is in the batch; None while nothing waits for this.
         self.admitted: asyncio.Future[None] | None = None
         self._clock = clock
         self.phases = CallPhases(request.kv_params, clock)
@@ -100,9 +101,10 @@ class MockStream(TaskStream):
             super().emit(Chunk(token_ids=token_ids(map(self.token, indices))))
 
     def attention_pairs(self, count: int) -> float:
-        """Return how many attention pairs the next tokens of the prompt have with those before.
+        """Return the number of attention pairs of the next `count` tokens of the prompt.
 
-        A token attends to all tokens before it, and on average to half of those of its step.
+        Each of these tokens attends to all computed tokens, and on average to half of the tokens of
+        its step.
         """
         computed_tokens = self.prompt_tokens - self.prefill_left
         return count * (computed_tokens + count / 2)
@@ -110,11 +112,12 @@ class MockStream(TaskStream):
     def token(self, index: int) -> int:
         """Return an output token of this call.
 
-        The output begins with the Harmony prefix. Then each token is a function of seed and index.
+        The output begins with the Harmony prefix. Each token after the prefix is a function of seed
+        and index.
         """
         position = self.request.num_resumed_output_tokens + index
-        if position < len(_OPENING):
-            return _OPENING[position]
+        if position < len(_HARMONY_PREFIX):
+            return _HARMONY_PREFIX[position]
         return 1000 + (self.seed + position * 7919) % 4000
 
     def _free(self) -> None:

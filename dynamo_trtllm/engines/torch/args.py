@@ -90,7 +90,7 @@ class TorchArgs(BaseModel):
     @field_validator("max_num_tokens")
     @classmethod
     def _has_a_token_for_each_request(cls, value: int | None, info: ValidationInfo) -> int | None:
-        # The value is missing if it is itself wrong.
+        # max_batch_size is missing here if its own value is invalid.
         batch_size = info.data.get("max_batch_size", 0)
         if value is not None and value < batch_size:
             raise ValueError(

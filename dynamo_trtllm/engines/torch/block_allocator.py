@@ -14,12 +14,12 @@ from dynamo_trtllm.engines.torch.sequence import TorchSequence
 class AwaitingFetch:
     """The prefilled sequences whose KV is in the transfer buffer.
 
-    Their prompts may share blocks.
+    A block that several of these sequences share counts once.
     """
 
     def __init__(self) -> None:
         self.sequences: dict[TorchSequence, list[int]] = {}  # numbers of the blocks, by sequence
-        self.blocks: Counter[int] = Counter()  # how many sequences have a block, by its number
+        self.blocks: Counter[int] = Counter()  # number of these sequences, by number of the block
 
     def add(self, seq: TorchSequence) -> None:
         numbers = seq.block_table.numbers
@@ -34,11 +34,11 @@ class AwaitingFetch:
 
 
 class BlockAllocator:
-    """Reserves KV blocks for sequences, and decides which of them later sequences reuse.
+    """Reserves KV blocks for sequences, and decides which blocks later sequences may reuse.
 
     Args:
-        pool: the memory.
-        has_prefix_cache: False: nothing is reused.
+        pool: the memory of the blocks.
+        has_prefix_cache: False if no blocks are reused.
     """
 
     def __init__(self, pool: KvPool, *, has_prefix_cache: bool) -> None:
@@ -48,7 +48,7 @@ class BlockAllocator:
         self._pool = pool
 
     def reserve(self, seq: TorchSequence) -> bool:
-        """Reserve the blocks of a sequence, which begins after the tokens that are cached.
+        """Reserve the blocks of a sequence. Its tokens whose KV is cached count as computed.
 
         Returns:
             False if too few blocks are free.
@@ -65,7 +65,8 @@ class BlockAllocator:
         num_reused = len(seq.block_table.chain)
         seq.num_computed_tokens = num_reused * pool.block_tokens
         seq.phases.cached_tokens = seq.num_computed_tokens
-        # If a fault has changed the memory of reused blocks, only this sequence fails.
+        # Reused blocks are checked, because a fault may have changed their memory. Then only this
+        # sequence fails.
         if num_reused > 0:
             seq.finite = pool.keys_are_finite(seq.blocks[:num_reused])
         return True
@@ -73,15 +74,16 @@ class BlockAllocator:
     def store(self, seq: TorchSequence) -> None:
         """Let later sequences reuse the full blocks of a sequence whose KV is computed.
 
-        KV that was fetched lacks what sliding windows hide from the next token. Such blocks are not
-        reused, nor those after them.
+        With sliding windows, fetched KV lacks the tokens that the next token does not see. Blocks
+        of the prompt without this KV must not be reused, and the blocks after them can't be.
         """
         prompt_tokens = seq.prompt_tokens
         if seq.num_computed_tokens == prompt_tokens:
-            is_whole = seq.request.kv_params is None or self._pool.transfers_all_rows(prompt_tokens)
+            is_fetched = seq.request.kv_params is not None
+            can_store = not is_fetched or self._pool.transfers_all_rows(prompt_tokens)
         else:
-            # The output's blocks can follow only if all full blocks of the prompt are stored.
-            is_whole = len(seq.block_table.chain) == prompt_tokens // self._pool.block_tokens
-        if is_whole:
+            # Blocks of the output can be found only if all full blocks of the prompt are stored.
+            can_store = len(seq.block_table.chain) == prompt_tokens // self._pool.block_tokens
+        if can_store:
             ids = (seq.request.token_ids + seq.output_ids)[: seq.num_computed_tokens]
             self.manager.store(seq.block_table, ids, seq.request.cache_salt)

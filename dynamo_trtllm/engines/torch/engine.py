@@ -181,8 +181,9 @@ class TorchEngine(
         if num_threads is None and model.device.type == "cpu":
             num_threads = 1
         buffer = TransferBuffer(pool, plan.transfer_buffer_bytes, is_divided=self._is_elastic)
-        # The scheduler's thread puts its events into deliveries, whose events the loop calls. So
-        # the loop calls `on_reserved`, `on_prefilled` and `on_freed`, too.
+        # The scheduler's thread puts its events into deliveries. `_receive` calls the events of a
+        # delivery on the loop. The calls of `on_reserved`, `on_prefilled` and `on_freed` are such
+        # events, so they run on the loop, too.
         scheduler = Scheduler(
             ModelRunner(model.module, pool),
             pool,
@@ -231,7 +232,8 @@ class TorchEngine(
         if is_gpu:  # libraries load their kernels at first use; on a CPU there are none
             steps = variants(self, self._model_name, info)
         elif self._grammar_compiler is not None:
-            # Later, all running requests would wait for it.
+            # At the first request with structured output, all running requests would wait while
+            # the tokenizer is read.
             steps = [WarmUpStep("structured output", self._grammar_compiler.load)]
         await self._warming.run(steps)
 
@@ -245,7 +247,7 @@ class TorchEngine(
 
         Raises:
             EngineFailed: the engine has failed or was closed.
-            EngineNotReady: it was not started.
+            EngineNotReady: the engine was not started.
         """
         if self._ended is not None:
             raise EngineFailed(self._ended.message)
@@ -289,7 +291,7 @@ class TorchEngine(
         return seq
 
     def _start(self, seq: TorchSequence) -> None:
-        """Check a request and submit it, after its output format is compiled.
+        """Check a request, and submit its sequence once its output format is compiled.
 
         Raises:
             RequestRejected: this engine does not support the request.
@@ -355,7 +357,7 @@ class TorchEngine(
         """See `PublishesKvEvents.start_kv_events`."""
         scheduler = self._ready().scheduler
         report = partial(_call_soon, asyncio.get_running_loop(), on_events)
-        # `report` is set on the scheduler's thread, which calls it.
+        # `on_events` of the block manager belongs to the scheduler's thread, so it is set there.
         scheduler.post(partial(setattr, scheduler.blocks.manager, "on_events", report))
 
     def _retire(self, seq: TorchSequence) -> None:
@@ -420,8 +422,8 @@ class TorchEngine(
             try:
                 event()
             except Exception:
-                # A bug of one receiver. The others still get their events, before those of the
-                # next delivery, which may be queued already.
+                # This is a bug of one receiver. The other receivers still get their events now,
+                # before the events of the next delivery, which may be queued already.
                 log.exception("a receiver failed on an event of its stream")
         if not self._sequences:
             self._idle.set()
@@ -437,7 +439,7 @@ class TorchEngine(
                 try:
                     seq.emit(EngineFailed(reason.message))
                 except Exception:
-                    # A bug of one receiver. The streams of the others still end.
+                    # This is a bug of one receiver. The other streams still end.
                     log.exception("a receiver failed while its stream ended")
         finally:
             self._idle.set()

@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 # Whitespace between JSON tokens. Without a limit a model can produce whitespace until it reaches
 # max_tokens.
 _WHITESPACE: Final = r"(\n[ \t]{0,40}| )?"
-# Where in the whole grammar an error is.
+# The part of an error message that says where in the whole grammar the error is.
 _PLACE: Final = re.compile(r"^at \d+\(\d+\): |\n\s*\d+ \| .*", re.DOTALL)
-# A slash or a line break, which Lark syntax needs escaped in a regular expression. The pattern also
-# matches characters that are escaped already, so that they are passed over.
+# A slash or a line break, which must be escaped in a regular expression in Lark syntax. The pattern
+# also matches a character that is escaped already, so that its slash is not matched alone.
 _TO_ESCAPE: Final = re.compile(r"\\.|/|\n")
 _ANY_OBJECT: Final = {"type": "object"}
 
-# Limit for all tokens of an output together. A state takes 1 to 2 kB, and llguidance's default is
-# 250,000. Its limits for a single token are unchanged, because large schemas of real clients come
-# near them.
+# The most lexer states for all tokens of an output together. A state takes 1 to 2 kB, and
+# llguidance's default of 250,000 would take too much memory. llguidance's limits for a single token
+# stay as they are, because large schemas of real clients come near these limits.
 LEXER_STATES: Final = 50_000
 
 
@@ -45,7 +45,7 @@ def is_available() -> bool:
 class LarkFormat(msgspec.Struct, frozen=True, array_like=True):
     """One format of a request as a grammar in llguidance's Lark syntax."""
 
-    # The format begins after these tokens. Empty: it begins with the first token.
+    # The format begins after these tokens. Without any, it begins with the first output token.
     trigger_ids: tuple[int, ...]
     grammar: str
 
@@ -122,7 +122,7 @@ class FormatCompiler:
 def _reason(matcher: LLMatcher) -> str:
     """Return llguidance's error in one line.
 
-    It leaves out the grammar that this module wrapped around the format.
+    The line leaves out the grammar that this module has wrapped around the format.
     """
     message = _PLACE.sub("", matcher.get_error())
     line = " ".join(message.split())
@@ -163,7 +163,7 @@ def _content(alternative: OutputFormat) -> str:
     return f"%json {json.dumps(schema)}"
 
 
-# Keywords with an object of schemas by name, and with a list of schemas.
+# Keywords whose value is an object with schemas by name.
 _NAMED_SCHEMAS: Final = (
     "properties",
     "patternProperties",
@@ -171,9 +171,10 @@ _NAMED_SCHEMAS: Final = (
     "definitions",
     "dependentSchemas",
 )
+# Keywords whose value is a list of schemas.
 _LISTED_SCHEMAS: Final = ("anyOf", "oneOf", "prefixItems")
-# Keywords that say which other properties an object may have.
-_OPENING: Final = (
+# Keywords that say which properties an object may have besides those in `properties`.
+_OTHER_PROPERTIES: Final = (
     "additionalProperties",
     "unevaluatedProperties",
     "patternProperties",
@@ -185,9 +186,11 @@ _OPENING: Final = (
 def closed(schema: Any) -> Any:
     """Return a schema whose objects have only the properties that it names.
 
-    An object stays open if the schema says so. XGrammar, which vLLM and TensorRT-LLM use, has this
-    rule by default (`strict_mode`). Without it, a model may add properties until it reaches
-    max_tokens. Schemas within `allOf` stay open: each names a part of the properties.
+    Without this rule, a model may add properties until it reaches max_tokens. XGrammar, which vLLM
+    and TensorRT-LLM use, has the same rule by default (`strict_mode`).
+
+    An object may have other properties if its schema says which. The schemas within `allOf` stay as
+    they are, because each of them names only a part of the properties.
     """
     if not isinstance(schema, dict):
         return schema
@@ -203,8 +206,8 @@ def closed(schema: Any) -> Any:
     if isinstance(schema.get("items"), dict):
         result["items"] = closed(schema["items"])
     is_composed = any(keyword in schema for keyword in ("anyOf", "oneOf", "if"))
-    is_open = any(keyword in schema for keyword in _OPENING)
-    if "properties" in schema and not is_composed and not is_open:
+    allows_others = any(keyword in schema for keyword in _OTHER_PROPERTIES)
+    if "properties" in schema and not is_composed and not allows_others:
         result["additionalProperties"] = False
     return result
 
@@ -301,9 +304,9 @@ def _tokenizer(
 ) -> tuple[LLTokenizer, dict[str, int]]:
     """Return llguidance's tokenizer, and the ids of the control tokens by text.
 
-    Byte-level vocabularies, which most models have, are passed as bytes. For gpt-oss this takes 1.1
-    s and 150 MB at its peak; llguidance's own reader takes 2.2 s and 380 MB. Other vocabularies use
-    that reader.
+    Byte-level vocabularies, which most models have, are read here and passed as bytes. For gpt-oss
+    this takes 1.1 s and 150 MB at its peak. llguidance's own reader of tokenizer.json would take
+    2.2 s and 380 MB. It is used for other vocabularies.
     """
     import llguidance
 
@@ -320,7 +323,7 @@ def _tokenizer(
     wrapper = llguidance.TokenizerWrapper(vocabulary)
     tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=size, eos_token=list(eos_token_ids))
     vocabulary.tokenizer = tokenizer
-    # llguidance has copied them.
+    # llguidance has copied the tokens, so these lists are not needed any more.
     vocabulary.tokens = []
     wrapper.tokens = []
     return tokenizer, control_token_ids
@@ -348,8 +351,9 @@ def _read(path: Path, size: int) -> tuple[dict[str, int], list[bytes] | None]:
     return control_token_ids, tokens
 
 
-# Latin-1 has one character for each byte. To translate a token and encode it takes a third of the
-# time of a loop over its characters. A character that stands for no byte becomes "?".
+# The bytes of a token are read by translation into Latin-1, which has one character for each byte.
+# This takes a third of the time of a loop over the characters. A character that stands for no byte
+# becomes "?".
 _LATIN_1: Final = dict.fromkeys(range(256), "?") | {
     ord(char): chr(byte) for char, byte in BYTE_OF.items()
 }

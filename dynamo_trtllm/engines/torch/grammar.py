@@ -1,7 +1,8 @@
-"""Constrain output to a format: keep its state, and mask tokens that it does not allow next.
+"""Constrain output to a format: keep the state of the format, and mask tokens that the format does
+not allow next.
 
-The state depends on the output tokens alone. A decode worker rebuilds it from the first token,
-which is in the KV transfer parameters.
+The state depends on the output tokens alone. A decode worker rebuilds the state from the first
+token, which is in the KV transfer parameters.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ LEFT_FORMAT: Final = (
 class GrammarMatcher:
     """The grammar state of one request. Not thread-safe.
 
-    `failure` is the reason once the output can no longer follow the grammar.
+    `failure` is the reason once the output can no longer follow the grammar; None before.
 
     Args:
-        grammars: at least one. The output follows the one whose trigger comes first.
-        stop_ids: tokens that end the output where the grammar does.
+        grammars: at least one grammar. The output follows the grammar whose trigger comes first.
+        stop_ids: tokens that are allowed where the grammar can end, and end the output.
         unfinished_ids: tokens that may not come before the trigger.
         size: the size of the vocabulary.
         on_failure: called once the output can no longer follow the grammar.
@@ -47,8 +48,8 @@ class GrammarMatcher:
         self._matcher = grammars[0].matcher
         self._stop_ids = list(stop_ids)
         self._unfinished_ids = list(unfinished_ids)
-        # The newest output tokens, of which the last may become a trigger. None: the output follows
-        # `_matcher`, because a trigger has come or there are no triggers.
+        # The newest output tokens, with which a trigger may have begun. None once the output
+        # follows `_matcher`, because a trigger has come or there are no triggers.
         self._before_trigger: list[int] | None = [] if grammars[0].trigger_ids else None
         self._longest_trigger = max(len(grammar.trigger_ids) for grammar in grammars)
         self._mask_words = np.zeros((size + 31) // 32, dtype=np.int32)

@@ -1,4 +1,5 @@
-"""Compile the output formats of requests: on trial in a process that may crash, then in the worker.
+"""Compile the output formats of requests: first on trial in a process that may crash, then in the
+worker.
 
 The results are cached. `trial_process.py` has the limits of a trial.
 """
@@ -31,13 +32,13 @@ from dynamo_trtllm.support.subprocesses import Child, spawn
 
 log = logging.getLogger(__name__)
 
-# Trials that run at once. They share the CPU, so formats that take seconds hardly delay one that
-# takes 50 ms.
+# The most trials that run at once. Trials share the CPU, so formats that take seconds hardly delay
+# a format that takes 50 ms.
 MAX_TRIALS: Final = 16
 # The trial itself limits its CPU time. This limits the wait for a trial that gets no CPU time.
 TRIAL_TIMEOUT_S: Final = 60.0
 CACHED_FORMATS: Final = 256
-# Limit for compiled formats, as measured in their trials.
+# The most memory of the compiled formats in the cache, as measured in their trials.
 CACHED_BYTES: Final = 256 << 20
 _STOP_TIMEOUT_S: Final = 1.0  # the trial process normally ends at once
 CRASHED: Final = (
@@ -49,9 +50,9 @@ CRASHED: Final = (
 class CompiledFormat:
     """The compiled format of a request. Each request gets a copy, which takes microseconds.
 
-    The copies share the states that their matchers compute, and the limit of the number of these
-    states. So after one copy has failed, `is_usable` is False, and the next request compiles the
-    format again.
+    The copies share the states that their matchers compute, and also the limit of the number of
+    states. Once this limit is exceeded, all copies fail. So after one copy has failed, `is_usable`
+    is False, and the next request compiles the format again.
     """
 
     def __init__(self, parts: tuple[Triggered, ...], memory_bytes: int) -> None:
@@ -71,7 +72,7 @@ class CompiledFormat:
 class TrialProcess:
     """The process in which formats are compiled on trial.
 
-    It starts with the first trial, and again after its end.
+    The process starts with the first trial. If it has ended, it starts again with the next trial.
     """
 
     def __init__(self, argv: Sequence[str]) -> None:
@@ -81,7 +82,7 @@ class TrialProcess:
         self._slots = asyncio.Semaphore(MAX_TRIALS)
 
     async def run(self, request: bytes) -> TrialResult:
-        """Compile a format on trial. Cancelling this kills the trial.
+        """Compile a format on trial. If this coroutine is cancelled, the trial ends.
 
         Raises:
             FormatTooComplex: the trial crashed.
@@ -151,7 +152,7 @@ async def _read_all(loop: asyncio.AbstractEventLoop, source: socket.socket) -> b
 class _Compilation:
     """The compilation of one format, for all requests that wait for it.
 
-    It is cancelled when the last one leaves.
+    The compilation is cancelled when the last of these requests is cancelled.
     """
 
     def __init__(self, task: asyncio.Task[CompiledFormat]) -> None:
@@ -175,7 +176,8 @@ class GrammarCompiler:
         tokenizer: the model's tokenizer.json. It is read by `load`, or at the first request.
         vocab_size: number of token ids.
         eos_token_ids: tokens that end the model's output, the main one first.
-        trial_argv: program and arguments of the trial process. None: those of `trial_process.py`.
+        trial_argv: program and arguments of the trial process; by default, `trial_process.py` is
+            run.
     """
 
     def __init__(
@@ -197,13 +199,14 @@ class GrammarCompiler:
         self._loading = asyncio.Lock()
         self._compiler: FormatCompiler | None = None
         self._running: dict[bytes, _Compilation] = {}
-        # The most recently used last. A format that can't be compiled has its error.
+        # The results by format. The most recently used result is the last. The result of a format
+        # that can't be compiled is its error.
         self._cache: OrderedDict[bytes, CompiledFormat | RequestRejected] = OrderedDict()
 
     async def compile(self, guided: StructuredOutput, stop_ids: tuple[int, ...]) -> GrammarMatcher:
         """Return the matcher of a request.
 
-        Cancelling this ends the compilation if no other request waits for it.
+        If this coroutine is cancelled, the compilation ends, unless another request waits for it.
 
         Raises:
             RequestRejected: the format can't be compiled, or the request has no stop token.
@@ -219,7 +222,8 @@ class GrammarCompiler:
         compiled = self._cached(key)
         if compiled is None:
             compiled = await self._compilation(key, guided).result()
-        # On a thread, because a step of another copy may hold the state that copies share.
+        # This runs on a thread, because it waits while another copy computes a step with the
+        # states that the copies share.
         parts = await asyncio.to_thread(compiled.copy)
         return GrammarMatcher(
             parts, stop_ids, guided.unfinished_ids, self._vocab_size, on_failure=compiled.on_failure
@@ -266,10 +270,10 @@ class GrammarCompiler:
         return compiled
 
     async def load(self) -> FormatCompiler:
-        """Read the tokenizer, once, and return what compiles in this process.
+        """Read the tokenizer at the first call, and return the compiler of this process.
 
-        llguidance holds Python's lock meanwhile: for 1.5 s of CPU time with 200,000 tokens. All
-        requests of this process would wait for that.
+        While llguidance reads the tokenizer, it holds Python's lock: for 1.5 s of CPU time with
+        200,000 tokens. All running requests wait meanwhile.
 
         Raises:
             RequestRejected: the tokenizer can't be read.
@@ -291,7 +295,7 @@ class GrammarCompiler:
     def _store(self, key: bytes, result: CompiledFormat | RequestRejected) -> None:
         """Add a result to the cache.
 
-        A full cache loses the results that were not used for the longest time.
+        If the cache is full, the least recently used results are removed.
         """
         if isinstance(result, RequestRejected):
             # Store it without the traceback, which holds memory.

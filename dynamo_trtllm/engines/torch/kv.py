@@ -1,7 +1,7 @@
 """Hold the KV cache of one engine in a pool of blocks, with paged attention over it.
 
 The attention is for transformers models. Every layer stores all tokens of a sequence. A layer with
-sliding-window attention reads only its window, so only the blocks of that window are transferred.
+sliding-window attention reads only its window, so only the blocks of the window are transferred.
 The scheduler's thread owns the pool.
 
 `paged_attention` is registered as NAME with transformers' attention interface, and takes one packed
@@ -25,8 +25,9 @@ from dynamo_trtllm.protocol.messages import KvLayout
 from dynamo_trtllm.protocol.number_types import ceil_div
 
 NAME = "dynamo_paged"
-# Elements of one attention matrix, to bound the memory of a long prompt: in float32 8 MB on CPU and
-# 128 MB on a GPU, where each further matrix costs kernel launches.
+# The most elements of one attention matrix, which limit the memory that a long prompt takes. In
+# float32, a matrix takes 8 MB on a CPU. On a GPU, each further matrix costs kernel launches, so
+# matrices are larger: 128 MB.
 MAX_SCORE_ELEMENTS = {"cpu": 2 << 20, "cuda": 32 << 20}
 
 
@@ -43,7 +44,7 @@ class SequenceSlice:
         """The number of pairs of a new token and a token before it.
 
         Each new token has `start` tokens of earlier steps before it, and on average half of the
-        new ones.
+        new tokens.
         """
         return self.count * (self.start + self.count / 2)
 
@@ -74,14 +75,14 @@ class ForwardBatch:
     """The plan of one forward pass: slices of one token (decode), then the prompt chunks."""
 
     keys: Tensor  # [layers, blocks, block_tokens, kv_heads, head_dim]
-    values: Tensor  # as keys
+    values: Tensor  # the same shape as `keys`
     decodes: list[SequenceSlice]
     chunks: list[SequenceSlice]
     # int64 [tokens]: where KV goes, as block * block_tokens + offset.
     slots: Tensor = field(init=False)
     positions: Tensor = field(init=False)  # int64 [tokens]
-    # Blocks to zero before the pass, each int64 [1]. Attention needs finite KV in masked positions,
-    # too.
+    # Blocks to fill with zeros before the pass, each int64 [1]. Masked positions of a block are
+    # read, too, and attention needs finite KV there.
     partial_blocks: list[Tensor] = field(init=False)
     _views: dict[int | None, _View] = field(default_factory=dict)
 
@@ -123,8 +124,8 @@ class ForwardBatch:
             span.blocks[first : span.start // block_tokens + 1]
             for span, first in zip(self.decodes, firsts, strict=True)
         ]
-        # Padding is masked, but 0 * NaN is NaN. Pad each sequence with its own first block, which
-        # holds finite KV.
+        # Padding is masked, but must be finite, because 0 * NaN is NaN. So each sequence is padded
+        # with its own first block, whose KV is finite.
         padded = torch.nn.utils.rnn.pad_sequence(needed, batch_first=True, padding_value=-1)
         tables = torch.where(padded < 0, padded[:, :1], padded)
         offsets = torch.arange(tables.shape[1] * block_tokens, device=device)
@@ -309,7 +310,7 @@ class _Attend(NamedTuple):
         return out.view(*query.shape[:4], values.shape[3])
 
 
-_CHECKED_BYTES = 64 << 20  # upper bound of the KV that is checked at once
+_CHECKED_BYTES = 64 << 20  # the most bytes of KV that are checked at once
 # Types with elements of 16 bytes, 8 bytes, and so on down to 1 byte.
 _WIDE_DTYPES = (torch.complex128, torch.int64, torch.int32, torch.int16, torch.uint8)
 
@@ -375,7 +376,7 @@ class KvPool:
         """
         rows_at_once = max(1, _CHECKED_BYTES // self.row_bytes)
         parts = torch.split(self.rows(blocks, tokens), rows_at_once)
-        # The lowest and the highest number of each part; NaN if the part has one.
+        # The lowest and the highest number of each part; both are NaN if the part has a NaN.
         extremes = [
             torch.stack(torch.aminmax(self.all_rows[part].view(self.dtype))) for part in parts
         ]
@@ -386,8 +387,8 @@ class KvPool:
 
         Does not wait for the device.
 
-        The logits do not reveal every infinite key: the score of such a token may be -inf, and
-        attention then skips it.
+        The logits do not reveal every infinite key: the score of a token with an infinite key may
+        be -inf, and attention then skips this token.
 
         Args:
             slots: token slots, int64 [tokens]: block number * block_tokens + offset in the block.
@@ -437,7 +438,8 @@ class KvPool:
     def rows(self, blocks: Tensor, tokens: int) -> Tensor:
         """Return the rows that the token after `tokens` tokens can see.
 
-        The order is the same in every pool of this layout, whatever its number of blocks.
+        The order of the rows is the same in every pool of this layout, also in a pool with another
+        number of blocks.
 
         Args:
             blocks: the block numbers of the sequence, int64 [blocks].
@@ -494,8 +496,7 @@ def block_bytes(layout: KvLayout) -> int:
 def most_bytes(layout: KvLayout, windows: Sequence[int | None], tokens: int) -> int:
     """Return the most bytes of KV that a prompt of up to `tokens` tokens can transfer."""
     prompt_blocks = ceil_div(tokens, layout.block_tokens)
-    # The sum over the layers.
-    blocks = 0
+    blocks = 0  # the sum over the layers
     for window in windows:
         if window is None:
             blocks += prompt_blocks
@@ -509,10 +510,10 @@ def most_bytes(layout: KvLayout, windows: Sequence[int | None], tokens: int) -> 
 def zeros(num_bytes: int, device: torch.device) -> Tensor:
     """Return `num_bytes` zero bytes, uint8 [num_bytes].
 
-    On CPU they take no physical memory until they are written. torch.zeros (torch 2.13) would write
-    all of them.
+    On CPU the bytes take no physical memory until they are written. torch.zeros (torch 2.13) would
+    write all of them.
     """
-    # Memory of no bytes can't be mapped.
+    # A mapping of no bytes is not possible.
     if device.type != "cpu" or num_bytes == 0:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

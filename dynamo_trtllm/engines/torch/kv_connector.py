@@ -42,7 +42,7 @@ class TorchState(msgspec.Struct, frozen=True):
 
     offer: bytes  # the result of `TransferBackend.publish`
     seed: UInt64  # the seed of the random draws of the request
-    # Each region has as many whole rows as fit into this, but at least one.
+    # Each region has as many whole rows as fit into this number of bytes, but at least one row.
     region_bytes: Number = msgspec.field(name="piece_bytes")
 
 
@@ -86,11 +86,13 @@ class KvConnector(KvTransfers):
     ) -> Chunk:
         """Publish a prompt's KV and return the terminal chunk with its KV transfer parameters.
 
-        The sequence is retired once its memory is no longer published, also if the call fails.
+        The sequence is retired once its memory is no longer published, also if this method fails.
 
         Args:
-            allocation: has the KV.
-            copied: on a GPU, an event for each region, which shows that its copy is done.
+            seq: the sequence of the prompt.
+            allocation: the space in the transfer buffer that has the KV.
+            copied: on a GPU, an event for each region, which shows that the copy of the region is
+                done.
         """
         seq.is_exported = True
         ready: int | None = None
@@ -100,9 +102,11 @@ class KvConnector(KvTransfers):
             ready = 0
             region_bytes = REGION_BYTES["cuda"]
         regions = [_region(region) for region in allocation.regions]
-        kv_params = await self.publish(seq.request, seq.first, regions, seq.retire, ready=ready)
+        kv_params = await self.publish(
+            seq.request, seq.first_chunk, regions, seq.retire, ready=ready
+        )
         if copied:
-            self._follow(kv_params.transfer_id, copied)
+            self._mark_when_copied(kv_params.transfer_id, copied)
         engine_state = encode(TorchState(kv_params.engine_state, seq.seed, region_bytes))
         kv_params = msgspec.structs.replace(kv_params, engine_state=engine_state)
         seq.phases.end_export(kv_params)
@@ -112,25 +116,26 @@ class KvConnector(KvTransfers):
             stats=seq.phases.timings(),
         )
 
-    def _follow(self, transfer_id: str, copied: Sequence[torch.cuda.Event]) -> None:
+    def _mark_when_copied(self, transfer_id: str, copied: Sequence[torch.cuda.Event]) -> None:
         """Mark each region as ready when its copy is done. A thread waits for the copies."""
         loop = asyncio.get_running_loop()
 
-        def follow() -> None:
-            for ready, event in enumerate(copied, start=1):
+        def wait_and_mark() -> None:
+            for num_ready, event in enumerate(copied, start=1):
                 event.synchronize()
-                loop.call_soon_threadsafe(self.backend.mark_ready, transfer_id, ready)
+                loop.call_soon_threadsafe(self.backend.mark_ready, transfer_id, num_ready)
 
-        following = self._copy_waiter.submit(follow)
-        following.add_done_callback(_log_copy_error)
+        marking = self._copy_waiter.submit(wait_and_mark)
+        marking.add_done_callback(_log_copy_error)
 
     def engine_state(self, request: GenerateRequest, *, kv_bytes: int) -> TorchState:
         """Check the request's KV transfer parameters, and return the engine's part of them.
 
         Raises:
-            TransferMismatch: they do not fit this engine or the request. The error names the field.
-            TransferExpired: they have expired.
-            RequestRejected: the request has none.
+            TransferMismatch: the parameters do not fit this engine or the request. The error names
+                the field.
+            TransferExpired: the transfer has expired.
+            RequestRejected: the request has no KV transfer parameters.
         """
         kv_params = self.validate(request, kv_bytes=kv_bytes)
         try:

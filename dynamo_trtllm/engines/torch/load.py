@@ -44,8 +44,10 @@ from dynamo_trtllm.protocol.messages import KvLayout, Limits
 from dynamo_trtllm.protocol.number_types import ceil_div
 
 log = logging.getLogger(__name__)
-_CONVERSION_S = 600.0  # wait for another process; converting 90 MB takes 25 s on two cores
-_BYTES_PER_S = 300_000  # a tenth of that speed; extends the wait for large files
+# The longest wait for another process that converts a file. Converting 90 MB takes 25 s on two
+# cores. Large files may take longer: the time in which a tenth of this speed converts them.
+_CONVERSION_S = 600.0
+_BYTES_PER_S = 300_000
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
@@ -163,7 +165,7 @@ def _engine_info(
 def _dummy_weights(config: Any, device: torch.device, options: dict[str, Any]) -> Any:
     """Return a model with random weights.
 
-    They are the same in every process on the same kind of device.
+    The weights are the same in every process on the same kind of device.
     """
     # Dummy weights have the engine's dtype, not that of the files.
     if hasattr(config, "quantization_config"):
@@ -177,6 +179,7 @@ def _dummy_weights(config: Any, device: torch.device, options: dict[str, Any]) -
 def _device(wanted: str) -> torch.device:
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
+        # If GPUs are requested but can't be used, the engine should not silently use the CPU.
         requested = process_environment().get(VISIBLE, "")
         requests_gpu = any(_names_gpu(name.strip()) for name in requested.split(","))
         if wanted == "cpu" and requests_gpu:
@@ -199,7 +202,7 @@ def _device(wanted: str) -> torch.device:
 
 
 def _names_gpu(name: str) -> bool:
-    """Return whether a name in the variable of visible GPUs is that of a GPU."""
+    """Return whether an entry of CUDA_VISIBLE_DEVICES has the form of a GPU's number or UUID."""
     return name.isdecimal() or name.startswith(("GPU-", "MIG-"))
 
 
@@ -287,7 +290,7 @@ def _read_gguf(gguf: Path) -> Any:
     weights = read(str(gguf), return_tensors=True, model_to_load=model, torch_dtype=torch.float32)  # type: ignore[no-untyped-call]
     result = model.load_state_dict(weights["tensors"], strict=False)
     missing = set(result.missing_keys)
-    # Tied weights are copies of others.
+    # The file does not have tied weights, which are copies of other weights.
     if config.tie_word_embeddings:
         missing -= set(model._tied_weights_keys or ())
     if missing:
@@ -327,17 +330,17 @@ class MemoryPlan(NamedTuple):
 
     num_blocks: int
     context_length: int  # longest request in tokens
-    transfer_buffer_bytes: int  # 0: it has none
+    transfer_buffer_bytes: int  # 0 without a transfer buffer
 
 
 def plan_memory(model: LoadedModel, args: TorchArgs, *, has_transfer_buffer: bool) -> MemoryPlan:
     """Divide the KV memory into blocks and, on a GPU, the transfer buffer.
 
-    In host memory, the transfer buffer is beside the KV memory.
+    On a CPU, the memory of the transfer buffer is not a part of the KV memory.
 
     Raises:
-        ConfigError: the memory is too small for one block, or kv_staging_gib for the longest
-            request, which would wait for ever.
+        ConfigError: the memory is too small for one block, or kv_staging_gib is too small for the
+            longest request, which would wait for ever.
     """
     if args.kv_cache_blocks is not None:
         num_blocks = args.kv_cache_blocks
@@ -355,7 +358,7 @@ def plan_memory(model: LoadedModel, args: TorchArgs, *, has_transfer_buffer: boo
     if not has_transfer_buffer:
         return MemoryPlan(num_blocks, context_length, 0)
     longest_bytes = most_bytes(model.info.layout, model.windows, context_length)
-    # Round up to the buffer's alignment.
+    # Round up to a multiple of the buffer's alignment.
     longest_bytes += -longest_bytes % 4096
     if args.kv_staging_gib is None:
         share_bytes = num_blocks * block_bytes(model.info.layout) // _TRANSFER_BUFFER_SHARE
@@ -371,7 +374,9 @@ def plan_memory(model: LoadedModel, args: TorchArgs, *, has_transfer_buffer: boo
 
 
 def _fitting_blocks(model: LoadedModel, args: TorchArgs, *, has_transfer_buffer: bool) -> int:
-    """Return the number of KV blocks that fit, but at most those that requests can use."""
+    """Return the number of KV blocks that fit into the memory, but not more than the largest batch
+    of requests can use.
+    """
     bytes_per_block = block_bytes(model.info.layout)
     if args.kv_cache_gib is not None:
         kv_memory_bytes = int(args.kv_cache_gib * (1 << 30))
@@ -404,13 +409,14 @@ def _beside_transfer_buffer(model: LoadedModel, args: TorchArgs, kv_memory_bytes
     if args.kv_staging_gib is not None:
         buffer_bytes = int(args.kv_staging_gib * (1 << 30))
         return (kv_memory_bytes - buffer_bytes) // bytes_per_block
-    # The blocks that fit beside the KV of the longest request.
+    # The transfer buffer needs space for the KV of the longest request.
     longest_bytes = most_bytes(model.info.layout, model.windows, model.info.context_length)
     blocks_beside_longest = (kv_memory_bytes - longest_bytes) // bytes_per_block
-    # If the blocks hold fewer tokens than the longest request, the transfer buffer is at most as
-    # large as the blocks. So half of the memory can always be blocks.
+    # If the blocks hold fewer tokens than the longest request, they limit the longest request, and
+    # the transfer buffer is at most as large as the blocks. So half of the memory can always be
+    # blocks.
     half_of_blocks = kv_memory_bytes // (2 * bytes_per_block)
-    # The transfer buffer has at least its share of the blocks' memory.
+    # The transfer buffer has at least one part for every _TRANSFER_BUFFER_SHARE parts of blocks.
     blocks_beside_share = (
         kv_memory_bytes * _TRANSFER_BUFFER_SHARE // ((_TRANSFER_BUFFER_SHARE + 1) * bytes_per_block)
     )

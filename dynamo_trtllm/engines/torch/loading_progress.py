@@ -11,14 +11,14 @@ from typing import Any, Final
 
 IMPORTING: Final = "importing transformers"
 LOADING: Final = "loading weights"
-_BAR_OF_WEIGHTS: Final = "Loading"  # the beginning of what such a bar says
+_BAR_OF_WEIGHTS: Final = "Loading"  # the description of a progress bar of weights begins with this
 
 
 class LoadingProgress:
     """How far the load of a model is. One thread writes it, others may read it.
 
     Attributes:
-        text: in a few words; "" when nothing is loaded.
+        text: the progress in a few words; "" when nothing is being loaded.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class LoadingProgress:
     def _make_bar(
         self, bar: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]
     ) -> Any:
-        """Make a progress bar as the library would, and count what it goes through."""
+        """Make the library's own progress bar. If the bar is one of weights, `text` follows it."""
         is_of_weights = str(keywords.get("desc", "")).startswith(_BAR_OF_WEIGHTS)
         if is_of_weights and args and isinstance(args[0], Collection):
             args = (self._counting(args[0]), *args[1:])

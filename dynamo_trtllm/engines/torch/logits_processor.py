@@ -12,7 +12,8 @@ from torch import Tensor
 from dynamo_trtllm.engines.torch.grammar import GrammarMatcher
 from dynamo_trtllm.protocol.messages import GenerateRequest, Sampling, TokenIds
 
-# A smaller repetition penalty counts as this one: logits divided by it are finite in float32.
+# A smaller repetition penalty counts as this one. Logits that are divided by this value are finite
+# in float32.
 MIN_PENALTY: Final = 1e-5
 
 
@@ -27,7 +28,7 @@ class LogitsProcessor:
         is_counted = sampling.frequency_penalty or sampling.presence_penalty
         # How often each token is in the output.
         self._counts: Counter[int] | None = Counter() if is_counted else None
-        # The tokens of prompt and output, as keys.
+        # The tokens of prompt and output, as keys. The values are not used.
         self._repeated = dict.fromkeys(prompt) if sampling.repetition_penalty != 1 else None
 
     @property

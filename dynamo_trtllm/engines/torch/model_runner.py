@@ -24,7 +24,7 @@ class ModelRunnerOutput(NamedTuple):
     """What one step has computed."""
 
     batch: ForwardBatch
-    sampled: list[TorchSequence]  # sequences that get a token, because their prompt is computed
+    sampled: list[TorchSequence]  # sequences whose prompt is computed, and which get a token
     tokens: list[SampledToken | None]  # tokens of `sampled`; None: see `sample`
     prompt_chunks: list[tuple[TorchSequence, Chunk]]  # log-probabilities of prompts
 
@@ -99,27 +99,24 @@ class ModelRunner:
     ) -> Tensor:
         """Return for each sequence that is sampled whether its keys are finite.
 
-        For prompts, the result of this step is added to that of their earlier chunks, `finite`.
+        For a prompt, all its chunks count. `seq.finite` has the result of the earlier chunks.
 
         Returns:
             bool [rows], on the device.
         """
-        written = self._pool.finite_keys(batch.slots)
-        rows = [written[: len(decoding)]]
+        are_finite = self._pool.finite_keys(batch.slots)  # for each token of this step
+        rows = [are_finite[: len(decoding)]]
         row = len(decoding)
         for seq, count in chunks:
-            chunk = written[row : row + count].all(dim=0, keepdim=True)
-            seq.finite = chunk if seq.finite is None else seq.finite & chunk
+            is_chunk_finite = are_finite[row : row + count].all(dim=0, keepdim=True)
+            seq.finite = is_chunk_finite if seq.finite is None else seq.finite & is_chunk_finite
             row += count
             if seq.num_computed_tokens == seq.prompt_tokens:
                 rows.append(seq.finite)
         return torch.cat(rows)
 
     def _forward(self, ids: list[int], batch: ForwardBatch, rows: list[int]) -> Tensor:
-        """Return the logits of the given rows, [rows, vocabulary].
-
-        An unfinished prompt needs none.
-        """
+        """Return the logits of the given rows, [rows, vocabulary]."""
         device = batch.keys.device
         output = self.module(
             input_ids=torch.tensor([ids], device=device),

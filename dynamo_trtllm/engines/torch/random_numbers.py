@@ -8,7 +8,7 @@ MASK_64 = (1 << 64) - 1  # the largest unsigned number of 64 bits
 def uniform(seed: int, index: int) -> float:
     """Return the random number in [0, 1) for output token `index` under `seed`.
 
-    It is that of SplitMix64 over a mixed seed.
+    SplitMix64 generates the number. Its state begins with the seed, mixed by SplitMix64, too.
     """
     state = split_mix(seed & MASK_64) + index * 0x9E3779B97F4A7C15
     # A float has 53 bits.

@@ -17,11 +17,12 @@ from dynamo_trtllm.engines.torch.random_numbers import uniform
 from dynamo_trtllm.engines.torch.sequence import TorchSequence
 from dynamo_trtllm.protocol.messages import Chunk, TokenLogprob
 
-# Upper bound of logits that are drawn from at once on a CPU. The memory of more is taken from the
-# system in each step: 8 rows of 201,088 take 18 ms one after the other, and 40 ms together (torch
-# 2.13).
+# The most logits from which tokens are drawn at once on a CPU. For larger tensors, torch takes
+# memory from the system in each step, which is slow: 8 rows of 201,088 take 18 ms one after the
+# other, and 40 ms together (torch 2.13).
 _MAX_CPU_DRAW = 1 << 18
-# Below it, sampling is greedy, as in vLLM: logits divided by much less are infinite in float32.
+# Below this temperature, sampling is greedy, as in vLLM. Logits that are divided by a much lower
+# temperature are infinite in float32.
 MIN_TEMPERATURE: Final = 1e-5
 
 
@@ -40,7 +41,7 @@ def sample(
     Args:
         logits: [rows, vocabulary].
         rows: the sequence of each row.
-        finite: bool [rows]; a row with False gets no token. None: all rows may get one.
+        finite: bool [rows]; a row with False gets no token. If it is None, all rows may get one.
 
     Returns:
         The token of each row, with log-probabilities of the unmodified logits. None for a row that
@@ -48,8 +49,8 @@ def sample(
         number.
     """
     logits = logits.float()
-    raw = logits
-    is_valid = logits.amax(dim=-1).isfinite()  # False where the row has a NaN
+    unmodified = logits
+    is_valid = logits.amax(dim=-1).isfinite()  # also False for a row with a NaN
     if finite is not None:
         is_valid = is_valid & finite
     below_minimum = [
@@ -86,7 +87,7 @@ def sample(
     if tops:
         scored_rows = list(tops)
         scored_ids = [ids[row] for row in scored_rows]
-        scores = score(raw[scored_rows], scored_ids, list(tops.values()))
+        scores = score(unmodified[scored_rows], scored_ids, list(tops.values()))
         logprobs = dict(zip(scored_rows, scores, strict=True))
     return [
         None if token_id < 0 else SampledToken(token_id, logprobs.get(row))
@@ -120,7 +121,7 @@ def _draw(logits: Tensor, rows: Sequence[TorchSequence]) -> Tensor:
 
 
 def _draw_together(logits: Tensor, rows: Sequence[TorchSequence]) -> Tensor:
-    """See `_draw`."""
+    """Do the same as `_draw`, for all rows at once."""
     device = logits.device
     samplings = [seq.request.sampling for seq in rows]
     logits = logits / _column([sampling.temperature for sampling in samplings], device)
@@ -133,21 +134,21 @@ def _draw_together(logits: Tensor, rows: Sequence[TorchSequence]) -> Tensor:
         logits, order = logits.sort(dim=-1, descending=True, stable=True)
         size = logits.shape[-1]
         ranks = torch.arange(size, device=device)
-        # 0 stands for all tokens.
+        # A top_k of 0 allows all tokens.
         top_k = _column([sampling.top_k or size for sampling in samplings], device)
         logits = logits.masked_fill(ranks >= top_k, -torch.inf)
         top_p = _column([sampling.top_p for sampling in samplings], device)
         weights = torch.softmax(logits, dim=-1)
-        # The probability of all likelier tokens together.
-        before = weights.cumsum(dim=-1) - weights
+        # For each token, the probability of all likelier tokens together.
+        likelier = weights.cumsum(dim=-1) - weights
         # The likeliest token always stays.
-        logits = logits.masked_fill((before >= top_p) & (ranks > 0), -torch.inf)
+        logits = logits.masked_fill((likelier >= top_p) & (ranks > 0), -torch.inf)
     cumulated = torch.softmax(logits, dim=-1, dtype=torch.float64).cumsum(dim=-1)
     numbers = [
         uniform(seq.seed, seq.request.num_resumed_output_tokens + seq.num_output_tokens)
         for seq in rows
     ]
-    # The last sum is not exactly 1.
+    # The numbers are scaled by the last sum, because it is not exactly 1.
     draws = _column(numbers, device, torch.float64) * cumulated[:, -1:]
     picked = torch.searchsorted(cumulated, draws, right=True)
     picked = picked.clamp_(max=logits.shape[-1] - 1)
@@ -196,7 +197,7 @@ def prompt_chunk(seq: TorchSequence, logits: Tensor) -> Chunk:
     ids = seq.request.token_ids
     end = seq.num_computed_tokens
     begin = end - len(logits)
-    # No token follows the last one of the prompt.
+    # The last logits of the prompt have no following token in the prompt.
     following = ids[begin + 1 : end + 1].tolist()
     tops = [seq.request.sampling.prompt_logprobs or 0] * len(following)
     scored = score(logits[: len(following)], following, tops)

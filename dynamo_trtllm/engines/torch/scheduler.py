@@ -56,8 +56,8 @@ log = logging.getLogger(__name__)
 # The engine fails when this many requests within _NON_FINITE_S seconds had NaN or infinity.
 _MAX_NON_FINITE = 3
 _NON_FINITE_S = 60.0
-# Limit of the prompt tokens per step whose log-probabilities are requested, because each of them
-# takes logits of its own.
+# The most prompt tokens of a step whose log-probabilities are requested. Each of these tokens takes
+# memory for its logits.
 _MAX_SCORED = 256
 
 Delivery: TypeAlias = list[Callable[[], None]]
@@ -90,7 +90,7 @@ class Scheduler:
     on_freed: Callable[[TorchSequence], None]
     # Called on the thread with the reason why no step follows.
     on_end: Callable[[EngineFailed], None]
-    # While streams run, steps have fewer prompt tokens.
+    # In an elastic engine, steps have fewer prompt tokens while streams run.
     is_elastic: bool = False
 
     def __post_init__(self) -> None:
@@ -130,7 +130,10 @@ class Scheduler:
         self._posted.put(message)
 
     def submit(self, seq: TorchSequence) -> None:
-        """Queue a sequence, from one thread only. The statistics have it from now on."""
+        """Queue a sequence. The statistics count it from now on.
+
+        Only one thread may call this method.
+        """
         self.load.submit(seq)
         self.post(partial(self._take, seq))
 
@@ -241,10 +244,12 @@ class Scheduler:
             self.load.count_all_as_taken()
             self._publish()
         finally:
-            # On a broken GPU, dropping sequences raises.
+            # This is called even if the sequences could not be dropped, as on a broken GPU.
             self.on_end(reason)
 
     def _run_iteration(self) -> None:
+        # Without sequences to compute, wait for the first message. The others are taken only if
+        # they are queued already.
         waits = not (self._prefilling or self._decoding)
         while True:
             try:
@@ -252,7 +257,6 @@ class Scheduler:
             except queue.Empty:
                 break
             message()
-            # Wait for at most one message, then take those that are queued.
             waits = False
         self._export_prefilled()
         self._admit()
@@ -302,7 +306,7 @@ class Scheduler:
                 rows = self.pool.rows(seq.blocks, seq.prompt_tokens)
                 self._events.append(partial(self.on_reserved, seq, seq.allocation, rows))
             else:
-                # Prompts of clients below their share go before others that have begun.
+                # Prompts of clients below their share go before other prompts that have begun.
                 insort(self._prefilling, seq, key=group_of)
         # From now on, the sequences in the queue wait for this resource.
         self._queue_waits.waiting_for(lacking)
@@ -317,8 +321,8 @@ class Scheduler:
         if self._num_running() >= self.args.max_batch_size:
             return "slots"
         if seq.request.phase is Phase.DECODE and seq.allocation is None:
-            # While KV blocks are lacking, it keeps this space, and no other sequence overtakes it
-            # (see `TorchSequence.queue_order`).
+            # The sequence keeps this space while it waits for KV blocks. Meanwhile no other
+            # sequence overtakes it (see `TorchSequence.queue_order`).
             seq.allocation = self.transfer_buffer.allocate(
                 seq.prompt_tokens, seq.region_bytes, is_fetched=True
             )
@@ -359,8 +363,8 @@ class Scheduler:
             self._events.append(partial(seq.emit, prompt_chunk))
         if output.sampled:
             self._update_from_output(output.sampled, output.tokens)
-        # Sampling waits until the device has computed the step. Without it, the step may only be
-        # queued, and the time measured here is not that of the step.
+        # Sampling waits until the device has computed the step. If nothing was sampled, the step
+        # may only be queued on the device, and the time measured here is not that of the step.
         is_awaited = bool(output.sampled)
         seconds = time.monotonic() - begun_s
         self.load.measured(output.batch, seconds, is_awaited=is_awaited)
@@ -380,7 +384,8 @@ class Scheduler:
         scores_budget = _MAX_SCORED
         for seq in self._prefilling:
             tokens_left = seq.prompt_tokens - seq.num_computed_tokens
-            # The limit of this prompt may be lower than that of earlier ones, and exceeded already.
+            # The limit of this prompt may be lower than that of earlier prompts. Then the step may
+            # already have more tokens than this limit.
             left_of_step = max(0, step_limit(budget, seq.request) - num_planned)
             count = min(left_of_step, self.args.prefill_chunk_tokens, tokens_left)
             if seq.scores_prompt:
@@ -394,7 +399,10 @@ class Scheduler:
     def _update_from_output(
         self, sampled: list[TorchSequence], tokens: list[SampledToken | None]
     ) -> None:
-        """Add the sampled tokens to their sequences. None: the output was NaN or infinite."""
+        """Add the sampled tokens to their sequences.
+
+        The token of a sequence is None if its output was NaN or infinite.
+        """
         for seq, token in zip(sampled, tokens, strict=True):
             if seq in self._prefilling:
                 seq.phases.end("prefill")
@@ -420,7 +428,8 @@ class Scheduler:
             seq.request.request_id,
         )
         self.blocks.manager.forget(seq.block_table)
-        # `_drop` would store the blocks of a sequence that is decoding, and they have wrong KV.
+        # `_drop` would store the blocks of a sequence in `_decoding`, but the KV of these blocks is
+        # wrong.
         self._decoding.remove(seq)
         self._drop(seq)
         text = (
@@ -458,7 +467,7 @@ class Scheduler:
         logprobs = (token.logprob,) if token.logprob is not None else ()
         if reason is None and seq.request.phase is Phase.PREFILL:
             self._decoding.remove(seq)
-            seq.first = Chunk(token_ids=ids, logprobs=logprobs)
+            seq.first_chunk = Chunk(token_ids=ids, logprobs=logprobs)
             self._awaiting_buffer.append(seq)
             self._export_prefilled()
             return

@@ -14,6 +14,8 @@ from dynamo_trtllm.protocol.cost_model import StepSample
 
 
 class _Submitted(NamedTuple):
+    """The number of sequences that were submitted, and of their prompt tokens."""
+
     sequences: int = 0
     prompt_tokens: int = 0  # prompt tokens to compute
 
@@ -22,19 +24,23 @@ class _Submitted(NamedTuple):
 
 
 class SchedulerLoad:
-    """The statistics that the scheduler's thread publishes, and the sequences not taken yet.
+    """The statistics that the scheduler's thread publishes, and the sequences that were submitted
+    and that the thread has not taken yet.
 
-    A step may take seconds, and the thread takes sequences between steps only. `submit` and `read`
-    are for one other thread. No lock is needed: each attribute has one thread that writes it, and
-    is replaced as a whole.
+    The thread takes sequences only between steps, and a step may take seconds. Meanwhile the
+    sequences should count as waiting.
+
+    One other thread calls `submit` and `read`. No lock is needed, because only one thread writes
+    each attribute, and replaces it as a whole.
     """
 
     def __init__(self, stats: EngineStats) -> None:
-        self._submitted = _Submitted()  # so far
-        self._taken = _Submitted()  # so far
+        self._submitted = _Submitted()  # all sequences submitted so far
+        self._taken = _Submitted()  # all sequences that the thread has taken so far
         self._published = (stats, self._taken)
         self.steps: deque[StepSample] = deque(maxlen=MAX_STEPS)
-        self._is_behind = False  # a step was not awaited, and its time is in the next one
+        # True if the last step was not awaited. Then the time of the next step includes its time.
+        self._is_behind = False
 
     def submit(self, seq: TorchSequence) -> None:
         """Count a sequence that the thread has not taken.
@@ -44,9 +50,9 @@ class SchedulerLoad:
         self._submitted = self._submitted.plus(seq)
 
     def read(self) -> EngineStats:
-        """Return the last statistics, with the sequences that were submitted and not in them."""
+        """Return the last statistics, with the sequences that were submitted after them."""
         stats, taken = self._published
-        # Read this last, so that it never has fewer sequences.
+        # This is read after `_published`, so that it never has fewer sequences than `taken`.
         submitted = self._submitted
         more_sequences = submitted.sequences - taken.sequences
         if more_sequences == 0:
@@ -59,11 +65,13 @@ class SchedulerLoad:
         )
 
     def take(self, seq: TorchSequence) -> None:
-        """Leave the sequence to the statistics that are published next."""
+        """Note that the thread has taken a sequence. The statistics that are published next have
+        it.
+        """
         self._taken = self._taken.plus(seq)
 
     def count_all_as_taken(self) -> None:
-        """Leave out what was submitted, because no step follows."""
+        """Stop adding submitted sequences to the statistics, because no step follows."""
         self._taken = self._submitted
 
     def publish(self, stats: EngineStats) -> None:

@@ -1,14 +1,13 @@
-"""Hold KV that is sent or received in one bounded buffer.
+"""Hold KV that is sent or received in one bounded buffer, copy it from and to the KV pool, and
+compute its checksums.
 
-Also copy it from and to the KV pool, and compute its checksums.
-
-A transfer backend registers the buffer once. Prefilled KV is copied into it, because a prompt's KV
-is scattered over thousands of rows in the pool: each row costs a transfer backend 5 to 7
-microseconds, while a GPU copies terabytes per second. The copy follows the prefill. A copy per
-layer during the prefill would save at most a hundredth of its time.
+A transfer backend registers the buffer once. Prefilled KV is copied into the buffer, because a
+prompt's KV is scattered over thousands of rows in the pool: each row costs a transfer backend 5 to
+7 microseconds, while a GPU copies terabytes per second. The copy follows the prefill. A copy per
+layer during the prefill would save at most a hundredth of the time of the prefill.
 
 All copies run on the device's default stream after the step that wrote the KV, so the scheduler
-does not wait for them. An event per region reports when its copy is done.
+does not wait for them. For each region, an event reports when the copy is done.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from dynamo_trtllm.engines.torch.random_numbers import split_mix
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion
 from dynamo_trtllm.protocol.number_types import ceil_div
 
-_COLUMNS = 8192
+_COLUMNS = 8192  # words in a row of the checksum
 _ROWS_AT_ONCE = 512  # 16 MiB: these rows and their products fit into the L2 cache of a large GPU
 
 
@@ -41,7 +40,7 @@ def checksum(memory: Tensor) -> int:
         words = _row_sums(words)
         if len(words) == 1:
             return int(words.item())
-        # Sum the sums of the rows in the same way, until one is left.
+        # The sums of the rows are the words of the next round, until only one sum is left.
         words = words.view(torch.int32)
 
 
@@ -75,7 +74,7 @@ def _row_sums(words: Tensor) -> Tensor:
 def _factors(device: torch.device) -> Tensor:
     """Return odd pseudo-random numbers (SplitMix64), int64 [_COLUMNS].
 
-    They are the same in every process.
+    The numbers are the same in every process.
     """
     factors = []
     for number in range(_COLUMNS):
@@ -86,9 +85,10 @@ def _factors(device: torch.device) -> Tensor:
     return torch.tensor(factors, dtype=torch.int64).to(device)
 
 
-# Large enough to amortize the cost per region, and small enough to divide a prompt into several.
+# The size of a region. It is large enough to amortize the cost per region, and small enough to
+# divide a prompt into several regions.
 REGION_BYTES = {"cuda": 128 << 20, "cpu": 4 << 20}
-_ALIGNED_BYTES = 4096
+_ALIGNED_BYTES = 4096  # allocations begin at multiples of this number
 
 
 class Allocation(NamedTuple):
@@ -111,6 +111,8 @@ def _aligned(num_bytes: int) -> int:
 
 
 class _FreedAllocation(NamedTuple):
+    """An allocation that was freed while copies from or to it may still run."""
+
     allocation: Allocation
     last_copy: torch.cuda.Event
 
@@ -123,23 +125,24 @@ class TransferBuffer:
     Args:
         pool: the KV pool.
         num_bytes: the size of the buffer.
-        is_divided: one half is for KV that others fetch, the other for KV that this engine
-            fetches. Two elastic engines could otherwise wait for each other's buffer for ever.
+        is_divided: one half of the buffer is for KV that other engines fetch, and one half is for
+            KV that this engine fetches. Without this division, two elastic engines could wait for
+            each other's buffer for ever.
     """
 
     def __init__(self, pool: KvPool, num_bytes: int, *, is_divided: bool = False) -> None:
         self._pool = pool
         self._is_divided = is_divided
         self._used: list[Allocation] = []  # allocations in the order of the buffer
-        # Freed, but used until the last copy is done.
-        self._leaving: deque[_FreedAllocation] = deque()
+        # Freed allocations. They stay in `_used` until their last copy is done.
+        self._freed: deque[_FreedAllocation] = deque()
         self.num_bytes = num_bytes
         self.memory = zeros(num_bytes, pool.device)  # uint8 [num_bytes]
         # Staging memory on the GPU, if the buffer is in host memory.
         self._bounce: Tensor | None = None
-        # On this stream, checksums are computed beside the steps.
+        # On this stream, checksums are computed while steps run on the default stream.
         self._checksum_stream: torch.cuda.Stream | None = None
-        # Copies through `_bounce` are queued one after the other.
+        # Held while a copy through `_bounce` is queued: one copy at a time uses this memory.
         self._bounce_lock = threading.Lock()
 
     def move_to_host(self) -> None:
@@ -194,9 +197,9 @@ class TransferBuffer:
         self._reap()
         begin = self._first_gap(aligned, part)
         while begin is None:
-            if not self._leaving:
+            if not self._freed:
                 return None
-            self._leaving[0].last_copy.synchronize()
+            self._freed[0].last_copy.synchronize()
             self._reap()
             begin = self._first_gap(aligned, part)
         row_bytes = self._pool.row_bytes
@@ -210,32 +213,34 @@ class TransferBuffer:
     def free(self, allocation: Allocation) -> None:
         """Free the space.
 
-        It can be allocated again once the copies that are queued so far are done.
+        The space can be allocated again once the copies that are queued so far are done.
         """
         event = self.record_event()
         if event is None:
             self._used.remove(allocation)
         else:
-            self._leaving.append(_FreedAllocation(allocation, event))
+            self._freed.append(_FreedAllocation(allocation, event))
 
     def _reap(self) -> None:
-        """Make freed space available whose copies are done."""
-        while self._leaving and self._leaving[0].last_copy.query():  # type: ignore[no-untyped-call]
-            freed = self._leaving.popleft()
+        """Make the space of freed allocations available if their copies are done."""
+        while self._freed and self._freed[0].last_copy.query():  # type: ignore[no-untyped-call]
+            freed = self._freed.popleft()
             self._used.remove(freed.allocation)
 
     def _part(self, *, is_fetched: bool) -> _BufferPart:
-        """Return the part of the buffer for KV that this engine fetches, or that others fetch."""
+        """Return the part of the buffer for KV that this engine fetches, or for KV that other
+        engines fetch.
+        """
         if not self._is_divided:
             return _BufferPart(0, self.num_bytes)
         middle = self.num_bytes // 2 // _ALIGNED_BYTES * _ALIGNED_BYTES
         return _BufferPart(middle, self.num_bytes) if is_fetched else _BufferPart(0, middle)
 
     def _first_gap(self, num_bytes: int, part: _BufferPart) -> int | None:
-        """Return the offset of the first free range of a part that fits.
+        """Return the offset of the first free range of a part that is large enough.
 
-        The first one keeps allocations together. So the memory behind them stays unused, and the
-        system does not map it.
+        The first range is taken to keep allocations together at the start of the part. So the
+        memory behind them stays unused, and the system does not map it.
         """
         begin = part.begin
         for used in self._used:
@@ -255,8 +260,8 @@ class TransferBuffer:
             rows: indices into `KvPool.all_rows`, int64 [rows], in the order of the regions.
 
         Returns:
-            On a GPU one event per region, which reports that its copy is done. On CPU an empty
-            list: copies are done.
+            On a GPU one event per region, which reports that the copy of the region is done. On CPU
+            an empty list, because the copies are done already.
         """
         events = []
         # Only the last region may be smaller than the first one.

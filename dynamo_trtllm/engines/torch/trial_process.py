@@ -46,14 +46,14 @@ from dynamo_trtllm.protocol.messages import StructuredOutput, decode, encode
 CPU_S: Final = 3
 MEMORY_BYTES: Final = 256 << 20  # more than this process has; real formats take up to 40 MiB
 STEPS: Final = 8  # tokens that are generated on trial
-# CPU time of one of these tokens. In the worker, it delays the tokens of all requests, because it
-# is spent on the scheduler's thread. Real formats take at most 0.02 s. Later tokens may take
-# longer, until llguidance's own limits end the request: up to 2 s with the worst format that was
-# found.
+# The most CPU time that one of these tokens may take. In the worker, this time delays the tokens of
+# all requests, because it is spent on the scheduler's thread. Real formats take at most 0.02 s.
+# Tokens after these may take longer, until llguidance's own limits end the request: up to 2 s with
+# the worst format that was found.
 STEP_CPU_S: Final = 0.25
-NICE: Final = 5  # trials yield to the engine and to the event loop
-_FALLBACK_STACK: Final = 8 << 20
-_LENGTH: Final = struct.Struct("!I")
+NICE: Final = 5  # so that trials yield to the engine and to the event loop
+_FALLBACK_STACK: Final = 8 << 20  # bytes, if the system has no limit
+_LENGTH: Final = struct.Struct("!I")  # the length of a request, before the request
 STARTED: Final = b"s"  # the first byte from a trial; its result follows
 
 
@@ -62,7 +62,7 @@ class TrialResult(msgspec.Struct, frozen=True, array_like=True):
 
     formats: tuple[LarkFormat, ...] = ()
     memory_bytes: int = 0  # upper bound of the memory that the compiled formats take
-    code: str = ""  # code of the error; "": there is none
+    code: str = ""  # code of the error; "" without an error
     message: str = ""  # message of the error
 
 
@@ -94,9 +94,9 @@ def main(argv: list[str]) -> int:
 
 
 def _fork() -> int:
-    """Return 0 in the new process.
+    """Fork this process. Return 0 in the new process, and its id in this process.
 
-    Return -1 if there is none, for lack of memory or process ids.
+    Return -1 if the system lacks memory or process ids for a new process.
     """
     try:
         return os.fork()
@@ -107,7 +107,7 @@ def _fork() -> int:
 def _run(trial: socket.socket, compiler: FormatCompiler) -> NoReturn:
     """Run one trial in the forked process.
 
-    A thread with a small stack compiles, and this one watches the worker.
+    Another thread, with a small stack, compiles. This thread watches the worker.
     """
     trial.sendall(STARTED)
     _set_limits()
@@ -137,15 +137,15 @@ def _set_limits() -> None:
         limit = (used_kib << 10) + MEMORY_BYTES
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
-    # Otherwise a crash of the library would write to the worker's log.
+    # A crash of the library writes to stderr, which would go to the worker's log.
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stderr.fileno())
 
 
 def _stack_bytes() -> int:
-    """Return half of the stack of the worker's threads, in bytes.
+    """Return half of the stack size of the worker's threads, in bytes.
 
-    So what compiles here does not overflow theirs.
+    A format that compiles with this stack does not overflow the larger stack in the worker.
     """
     stack_bytes, _ = resource.getrlimit(resource.RLIMIT_STACK)
     if stack_bytes == resource.RLIM_INFINITY:
@@ -192,7 +192,7 @@ def _compile(trial: socket.socket, compiler: FormatCompiler, guided: StructuredO
 
 
 def _generate(triggered: Triggered) -> None:
-    """Generate some tokens in a format: in turn, the first and the last of the allowed ones.
+    """Generate some tokens in a format: alternately the first and the last of the allowed tokens.
 
     Raises:
         FormatTooComplex: a token takes too long, or exceeds a limit of llguidance.

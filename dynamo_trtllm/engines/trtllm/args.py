@@ -27,16 +27,16 @@ from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.messages import Role
 
 ADAPTER = "the trtllm engine"  # name of the source
-# KV events that are buffered between two polls; more are lost. As Dynamo sets it
-# (DEFAULT_KV_EVENT_BUFFER_MAX_SIZE in dynamo/trtllm/workers/llm_worker.py of 1.7): a long prompt
-# that evicts others has thousands.
+# The most KV events that are buffered between two polls. Further events are lost, and a long prompt
+# that evicts other blocks has thousands. Dynamo uses the same number
+# (DEFAULT_KV_EVENT_BUFFER_MAX_SIZE in dynamo/trtllm/workers/llm_worker.py of 1.7).
 BUFFER_EVENTS = 100_000
 _TRANSCEIVER = "cache_transceiver_config"
 _TIMEOUT = "kv_transfer_timeout_ms"
 _RUNTIME = "transceiver_runtime"
 _TIMEOUT_MARGIN = 1.1
 _STATISTICS = "enable_iter_perf_stats"
-# Two keys for the same setting: a profile's value of one is dropped if the other is set.
+# Two keys for the same setting. A profile's value of one key is dropped if the other key is set.
 _ALTERNATIVES = {
     "cuda_graph_config.max_batch_size": "cuda_graph_config.batch_sizes",
     "cuda_graph_config.batch_sizes": "cuda_graph_config.max_batch_size",
@@ -102,9 +102,9 @@ def described(config: WorkerConfig, release: ApiManifest) -> arguments.Described
 def statistics_note(args: TrtllmArgs) -> str:
     """Return what the executor's statistics cost or, if they are switched off, what is lost.
 
-    Dynamo has them off by default because of their time in each iteration (workers/llm_worker.py
-    and publisher.py of 1.7). TensorRT-LLM's default is off, too. This time could not be measured
-    without the real package.
+    In Dynamo, the statistics are off by default, because they cost time in each iteration
+    (workers/llm_worker.py and publisher.py of 1.7). TensorRT-LLM's default is off, too. The time
+    could not be measured without the real package.
     """
     leaf = args.leaves.get(_STATISTICS)
     # A value that equals the release's default is not passed on.
@@ -136,15 +136,17 @@ def _adapter_arguments(
 def _own_transceiver(
     config: WorkerConfig, given: Sequence[Source], release: ApiManifest
 ) -> dict[str, Any]:
-    """Return defaults for the cache transceiver that a source has configured; {} if none has.
+    """Return defaults for the cache transceiver that a source has configured; {} if no source has
+    configured one. An aggregated engine creates a configured transceiver, too.
 
-    An aggregated engine creates a configured one, too.
+    For other backends than NIXL, the C++ transceiver is chosen. The Python transceiver supports
+    NIXL only, and newer builds choose the Python transceiver for every model: with another backend
+    they fail when they create it (create_kv_cache_transceiver in
+    _torch/pyexecutor/kv_cache_transceiver.py, main).
 
-    The Python transceiver supports NIXL only, and newer builds choose it for every model: with
-    another backend they fail when they create it (create_kv_cache_transceiver in
-    _torch/pyexecutor/kv_cache_transceiver.py, main). Nothing but the timeout frees KV that no
-    decode worker fetches, or ends a fetch of KV that never comes. The timeout is longer than
-    --kv-transfer-ttl-s, because it starts before the lifetime of KV transfer parameters does.
+    A timeout is set, because nothing else frees KV that no decode worker fetches, or ends a fetch
+    of KV that never comes. The timeout is longer than --kv-transfer-ttl-s, because it starts before
+    the lifetime of KV transfer parameters does.
     """
     backend = layers.merge(given).leaves.get(f"{_TRANSCEIVER}.backend")
     if backend is None or backend.value is None:
@@ -176,17 +178,17 @@ def _without_defaults(own: Source, given: Sequence[Source], release: ApiManifest
 def _is_default(release: ApiManifest, key: str, value: Any, given: Mapping[str, Any]) -> bool:
     """Return True if a value equals the release's default, so that it must not be passed on.
 
-    A model class of newer builds has defaults of its own. They apply only to arguments that were
-    not set. An argument that is passed on counts as set, even if its value is the release's default
-    (`apply_model_defaults_to_llm_args` in llmapi/llm_utils.py, main of 2026).
+    In newer builds, a model class has defaults of its own, which apply only to arguments that were
+    not set. An argument that is passed on would count as set, even if its value is the release's
+    default (`apply_model_defaults_to_llm_args` in llmapi/llm_utils.py, main of 2026).
     """
     default = schema.default(release, key, given)
     return default is not None and type(default) is type(value) and default == value
 
 
 def _without_postprocessing(leaves: dict[str, SourcedValue], notes: list[str]) -> None:
-    """Disable postprocessing workers: they replace the results whose tokens and KV transfer
-    parameters are read.
+    """Disable postprocessing workers, because they replace the results from which tokens and KV
+    transfer parameters are read.
     """
     leaf = leaves.get("num_postprocess_workers")
     if leaf is not None and leaf.value:
@@ -226,7 +228,7 @@ def _check_together(values: Mapping[str, Any]) -> None:
 def _is_mxfp4(model_path: str) -> bool:
     """Return True if a profile's MXFP4 arguments apply, also if the model folder can't be read.
 
-    The MoE backends of the profiles are chosen for MXFP4; for other models the release's default is
+    The MoE backends of the profiles are chosen for MXFP4. For other models the release's default is
     better.
     """
     try:
@@ -243,8 +245,8 @@ def _advice(
 ) -> Source:
     """Return a profile's arguments, as far as they apply and change something.
 
-    Left out are those that the release lacks or has by default, and those that another source sets
-    by another key.
+    Arguments are left out if the release lacks them, if they equal the release's default, or if
+    another source sets them by another key.
     """
     decided = layers.merge(given).leaves
     decided_values = layers.nested(decided)

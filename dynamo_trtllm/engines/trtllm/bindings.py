@@ -35,25 +35,28 @@ PACKAGE = LibraryPackage(
     ),
 )
 
-# Classes of parameters of `generate_async` that not all releases have: the parameter of each class,
-# and its module (executor/request.py and llmapi/llm.py, main at 00043967).
+# Classes that not all releases have, by name: the parameter of `generate_async` that takes an
+# object of the class, and the module of the class (executor/request.py and llmapi/llm.py, main at
+# 00043967).
 _PARAMS: Mapping[str, tuple[str, str]] = {
     "SchedulingParams": ("scheduling_params", "tensorrt_llm.scheduling_params"),
     "ConversationParams": ("conversation_params", "tensorrt_llm.conversation_params"),
 }
 
-_READ_S = 0.3  # length of a read of 1.1, which queues its reports at about this interval
-_NEVER_S = 1e6
+_READ_S = 0.3  # time of one read of reports in 1.1, which queues reports at about this interval
+_NEVER_S = 1e6  # a timeout that never passes
 
-# Arguments that `LLM` takes as dictionaries only from 1.3 on. Before, the key that names their
-# class is a ClassVar: a dictionary with it fails, and without it the first class that fits is taken
-# (DecodingBaseConfig and BaseSparseAttentionConfig in llmapi/llm_args.py of 1.2).
+# Arguments that `LLM` takes as dictionaries only from 1.3 on. In earlier releases, the key that
+# names the class of the argument is a ClassVar: a dictionary with this key fails, and for a
+# dictionary without this key, the first class that fits is used (DecodingBaseConfig and
+# BaseSparseAttentionConfig in llmapi/llm_args.py of 1.2).
 _OBJECTS = ("speculative_config", "sparse_attention_config")
 
 
 class TrtllmBindings:
-    """The bound classes, untyped because the package may not be installed for type checks, and what
-    they can do.
+    """The bound classes of TensorRT-LLM, and what the installed release supports.
+
+    The classes are untyped, because the package may not be installed for type checks.
     """
 
     def __init__(self) -> None:
@@ -99,11 +102,13 @@ class TrtllmBindings:
 
         Does not block.
 
-        `healthy` can't be asked for this: it shuts down an executor that has failed, in the
-        caller's thread, and sends to its ranks. The 1.3 candidates record the error in
-        `_fatal_error` (pull request 12718 of TensorRT-LLM; Dynamo reads it, too). Releases before
-        put the errors of their threads and ranks into a queue, which the next call reads
-        (`mpi_done_callback` in executor/proxy.py, 1.0 to 1.2). There, only such errors are in it.
+        `healthy` would block: if the executor has failed, it shuts the executor down in the
+        caller's thread, and sends to its ranks.
+
+        The 1.3 candidates record the error in `_fatal_error` (pull request 12718 of TensorRT-LLM;
+        Dynamo reads it, too). Earlier releases put the errors of their threads and ranks, and
+        nothing else, into a queue, which the next call reads (`mpi_done_callback` in
+        executor/proxy.py, 1.0 to 1.2).
         """
         executor = getattr(llm, "_executor", None)
         if executor is None:
@@ -123,7 +128,8 @@ class TrtllmBindings:
         """Return True if the installed package has an argument in a configuration class, such as
         `KvCacheConfig`.
 
-        For arguments that only some candidates of one release have: no manifest can tell.
+        This is for arguments that only some candidates of one release have, because no manifest
+        says which candidates.
         """
         found = PACKAGE.find_optional(config, "tensorrt_llm.llmapi", "tensorrt_llm.llmapi.llm_args")
         return name in getattr(found, "model_fields", ())
@@ -131,10 +137,11 @@ class TrtllmBindings:
     def create_llm(self, values: Mapping[str, Any]) -> Any:
         """Return an LLM whose shutdown does not block an event loop.
 
-        When a result or a call brings an error of the executor, TensorRT-LLM shuts it down in the
-        thread that asked, which here is the event loop's: it waits for all ranks, and a lost rank
-        can make it wait for ever (`GenerationExecutor._handle_background_error` in
-        executor/executor.py, `shutdown` in executor/proxy.py, 1.1 to main).
+        If the executor has failed, TensorRT-LLM shuts the executor down in the thread that makes
+        the next call or reads the next result. Here this is the event loop's thread. The shutdown
+        waits for all ranks, and waits for ever if a rank is lost
+        (`GenerationExecutor._handle_background_error` in executor/executor.py, `shutdown` in
+        executor/proxy.py, 1.1 to main).
 
         Args:
             values: arguments of `LLM`.
@@ -150,12 +157,14 @@ class TrtllmBindings:
         """Return a blocking function that reads what the LLM has reported since the last call.
 
         The blocking functions of 1.1 read until nothing comes within the timeout, so they do not
-        return under load. When they return, they lose what they read: their queue then returns
+        return under load. When they return, they lose what they have read: their queue then returns
         None, which is parsed as JSON (`get_results` in executor/result.py and `_SyncQueue.get` in
-        llmapi/utils.py). So the asynchronous functions are read for a limited time. The blocking
-        ones are never called, because the queue would then refuse the asynchronous ones
-        (`AsyncQueue.get`). The timeout that the asynchronous ones take must never pass: after it,
-        they return nothing until the next request is submitted.
+        llmapi/utils.py).
+
+        So with 1.1 the asynchronous functions are read for a limited time. The blocking functions
+        must then never be called, because the queue would refuse later reads by the asynchronous
+        functions (`AsyncQueue.get`). The timeout of the asynchronous functions must never pass:
+        after it, they return nothing until the next request is submitted.
 
         Args:
             llm: the LLM, whose calls are made on the running event loop.
@@ -173,10 +182,11 @@ class TrtllmBindings:
                 async with asyncio.timeout(min(timeout, _READ_S)) as limit:
                     async for row in iterate(timeout=_NEVER_S):
                         found.append(row)
-                        # `wait_for` of Python 3.11, in the queue, drops a cancel if a row comes
+                        # `wait_for` of Python 3.11, which the queue uses, drops the cancel of the
+                        # time limit if a row comes at the same time.
                         if limit.expired():
                             break
-                        # rows that are there do not wait, and others need the event loop, too
+                        # Queued rows are returned without a wait. Let other tasks run in between.
                         await asyncio.sleep(0)
             return found
 
@@ -186,7 +196,7 @@ class TrtllmBindings:
         """Return the arguments of `LLM`, with objects in place of dictionaries that the release
         can't take.
 
-        TensorRT-LLM's own conversion makes them, as for trtllm-serve and Dynamo.
+        TensorRT-LLM's own function converts the dictionaries, as in trtllm-serve and Dynamo.
 
         Raises:
             ConfigError: TensorRT-LLM rejected a dictionary.
@@ -283,14 +293,15 @@ def _note_differences(release: ApiManifest, has: Mapping[str, frozenset[str]]) -
     The engine uses what the package has.
     """
     for owner, names in LIBRARY.optional.items():
-        if release.is_in_part(owner):  # what is known of it is of another release
+        if release.is_in_part(owner):  # the manifest describes the owner of another release
             continue
         for name in names:
-            read = release.presence(owner, name)
-            if read is not Presence.NOT_READ and (name in has[owner]) is not (
-                read is Presence.PRESENT
-            ):
-                state = "has" if name in has[owner] else "lacks"
+            in_manifest = release.presence(owner, name)
+            if in_manifest is Presence.NOT_READ:
+                continue
+            is_installed = name in has[owner]
+            if is_installed is not (in_manifest is Presence.PRESENT):
+                state = "has" if is_installed else "lacks"
                 log.warning(
                     "TensorRT-LLM %s %s %s.%s, unlike the published release; check the"
                     " installation",
@@ -314,7 +325,7 @@ def _off_event_loop(shutdown: Callable[[], None]) -> Callable[[], None]:
     def run_in_thread() -> None:
         try:
             run()
-        except Exception as exc:  # noqa: BLE001 - of any class; the error that caused the shutdown is reported
+        except Exception as exc:  # noqa: BLE001 - the error that caused the shutdown is reported
             log.warning("TensorRT-LLM failed to shut down after an error: %s", exc)
 
     def guarded() -> None:

@@ -60,8 +60,8 @@ class _ArgumentTranslation(NamedTuple):
             self.put(old, new, level.pop(last))
 
     def translate_graphs(self) -> None:
-        """Translate `use_cuda_graph`: false becomes `cuda_graph_config: null`; true is the
-        default.
+        """Translate `use_cuda_graph`. The value false becomes `cuda_graph_config: null`. The value
+        true is the default.
         """
         is_on = self.pop_flag("use_cuda_graph")
         if is_on:

@@ -16,15 +16,19 @@ _SIGNATURE = (0xFF, 0x7F)  # the first and the last byte of a signature
 class EndpointProbe:
     """Checks that Python transceivers of prefill workers are alive, before a decode call uses them.
 
-    A decode engine asks its peer for the KV on its executor's loop without a time limit: a peer
-    that is gone stops the whole engine (NVIDIA's gRPC adapter to TensorRT-LLM, OpenEngine, probes
-    the endpoint for the same reason). The endpoint is a ROUTER socket of ZeroMQ
-    (_torch/disaggregation/native/messenger.py, 0825635c), which greets each connection from a
-    thread of its process: a frozen process accepts connections, but is silent. Discovery is not
-    asked, because a worker that drains is not registered, and its KV is still fetched.
+    A decode engine asks a prefill engine for KV on the loop of its executor, without a time limit.
+    If the prefill engine is gone, the whole decode engine stops. NVIDIA's gRPC adapter to
+    TensorRT-LLM, OpenEngine, probes the endpoint for the same reason.
+
+    The endpoint is a ROUTER socket of ZeroMQ (_torch/disaggregation/native/messenger.py, 0825635c).
+    A thread of its process greets each connection. A frozen process still accepts connections, but
+    does not greet them, so the probe waits for the greeting.
+
+    Discovery is not asked, because a worker that drains is not registered, but its KV is still
+    fetched.
 
     Args:
-        timeout_s: limit of a probe.
+        timeout_s: longest time for a probe.
     """
 
     def __init__(self, timeout_s: float = 2.0) -> None:
@@ -32,15 +36,15 @@ class EndpointProbe:
         self._probes: dict[str, asyncio.Task[None]] = {}
 
     async def check(self, endpoint: str) -> None:
-        """Connect to an endpoint and wait for its greeting, unless that was done within the last
-        second.
+        """Connect to an endpoint and wait for its greeting, unless another call did so within the
+        last second.
 
         Raises:
             TransferFailed: the endpoint does not accept a connection, or does not greet.
         """
         address = urlsplit(endpoint)
         if address.scheme != "tcp" or not address.hostname or not address.port:
-            # It is not an address of TCP.
+            # Only an address of TCP can be probed.
             return
         probe = self._probes.get(endpoint)
         if probe is None:

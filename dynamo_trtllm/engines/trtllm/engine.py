@@ -67,10 +67,10 @@ from dynamo_trtllm.protocol.messages import Instance, Limits, Phase, Role
 
 log = logging.getLogger(__name__)
 
-# Errors of the preflight command with which a worker starts all the same: it restarts when too much
-# KV has leaked.
+# Rules whose findings are errors in the preflight command, but only warnings when a worker starts:
+# a worker restarts when too much KV has leaked.
 _TOLERATED = frozenset({"unfetched-kv-leaks"})
-_MEMORY_TAGS = ("kv_cache", "model", "model_weights")
+_MEMORY_TAGS = ("kv_cache", "model", "model_weights")  # GPU memory that `sleep` releases
 # The default attention backend. Only its KV can be resharded for another number of ranks.
 _ATTENTION = "TRTLLM"
 _BLOCK_REUSE = "kv_cache_config.enable_block_reuse"
@@ -175,7 +175,7 @@ class TrtllmEngine(ExternalEngine, RunsPreflight, MeasuresSteps, PublishesKvEven
         await self._change_memory("wakeup")
 
     async def _change_memory(self, method: str) -> None:
-        """Call all ranks, as TensorRT-LLM's own tests of sleep do (main of 2026-09)."""
+        """Call `method` of all ranks, as TensorRT-LLM's own tests of sleep do (main of 2026-09)."""
         call = partial(self._llm._collective_rpc, method, (self._memory_tags(),))
         try:
             await run_in_daemon_thread(call, name=f"trtllm-{method}")
@@ -288,10 +288,11 @@ class TrtllmEngine(ExternalEngine, RunsPreflight, MeasuresSteps, PublishesKvEven
         )
 
     def _full_step(self) -> int:
-        """Return the number of tokens from which a step counts as full: it has cut its last prompt.
+        """Return the number of tokens from which a step counts as full.
 
-        A cut is at a whole block, so a full step may use less than `max_num_tokens`. 0: prompts are
-        not cut.
+        A full step computes only a part of its last prompt. The part ends at the end of a block, so
+        a full step may have fewer tokens than `max_num_tokens`. Return 0 if prompts are never
+        computed in parts.
         """
         if not self._facts.is_enabled("enable_chunked_prefill"):
             return 0
@@ -320,8 +321,8 @@ class TrtllmEngine(ExternalEngine, RunsPreflight, MeasuresSteps, PublishesKvEven
         for name, value in self._cache_folders.items():
             environ.export(name, value, wanted_by="--compile-cache")
         bindings = TrtllmBindings()
-        own = {"model": str(self._checkpoint.folder), "backend": "pytorch"}
-        values = bindings.engine_arguments({**self._args.values, **own})
+        set_here = {"model": str(self._checkpoint.folder), "backend": "pytorch"}
+        values = bindings.engine_arguments({**self._args.values, **set_here})
         if self._publishes_kv_events:
             values = with_hash_algorithm(values, bindings)
         try:
@@ -335,7 +336,10 @@ class TrtllmEngine(ExternalEngine, RunsPreflight, MeasuresSteps, PublishesKvEven
         return bindings, llm
 
     def _serve(self, bindings: TrtllmBindings) -> tuple[EngineInfo, TrtllmLibrary]:
-        """Accept requests, which the loaded LLM runs. Return what is known of the engine now."""
+        """Accept requests, which the loaded LLM runs. Return what is known of the engine so far.
+
+        The block size and the number of KV blocks are known only after the first request.
+        """
         facts = self._facts
         checkpoint = self._checkpoint
         layout = self._facts.layout()
@@ -409,7 +413,8 @@ def unsupported_features(facts: RoleFacts, bindings: TrtllmBindings) -> tuple[st
             ", ".join(features),
             release.title,
         )
-    return (*features, "prompt_logprobs")  # this adapter does not pass them on
+    # This adapter does not pass log-probabilities of prompts on.
+    return (*features, "prompt_logprobs")
 
 
 def supported_features(facts: RoleFacts, bindings: TrtllmBindings) -> tuple[str, ...]:
@@ -447,9 +452,9 @@ def sleep_obstacle(facts: RoleFacts) -> str:
 def kv_compat(facts: RoleFacts, version: str) -> dict[str, str]:
     """Return the values, besides the layout, that must be equal in prefill and decode.
 
-    They are {} for aggregated workers. The tensor-parallel size is one of them unless the attention
-    backend supports resharding. Python transceivers exchange unversioned data, so with them both
-    sides need the same build.
+    The result is {} for aggregated workers. It contains the tensor-parallel size unless the
+    attention backend supports resharding. Python transceivers exchange unversioned data, so workers
+    with Python transceivers need the same build.
 
     Args:
         facts: the worker's arguments.
@@ -470,7 +475,7 @@ def kv_compat(facts: RoleFacts, version: str) -> dict[str, str]:
 def kv_transfer_ttl_s(facts: RoleFacts, requested_s: float) -> float:
     """Return the lifetime of a KV transfer in seconds.
 
-    A transfer ends no later than by TensorRT-LLM's own timeout of transfers.
+    The lifetime is at most TensorRT-LLM's own timeout of transfers.
 
     Args:
         facts: the worker's arguments.
@@ -509,9 +514,8 @@ def transfer_hint(facts: RoleFacts) -> str:
 
 
 def kv_timeout_s(facts: RoleFacts) -> float:
-    """Return the seconds after which TensorRT-LLM frees KV that was not fetched.
-
-    They are infinite if it never does.
+    """Return the seconds after which TensorRT-LLM frees KV that was not fetched; infinity if
+    TensorRT-LLM never frees it.
     """
     timeout_ms = facts.number(TIMEOUT)
     return math.inf if timeout_ms is None else timeout_ms / 1000

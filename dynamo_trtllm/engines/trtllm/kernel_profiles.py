@@ -45,10 +45,11 @@ class KernelProfile(BaseModel, frozen=True):
 
 
 def choose_profile(name: str | None, gpus: Sequence[Gpu]) -> KernelProfile:
-    """Return the named profile, else the one for the GPUs, else the fallback.
+    """Return the named profile; without a name, the profile for the GPUs; without one, the
+    fallback.
 
     Args:
-        name: name of a profile, or path of a YAML file; None: choose by GPU.
+        name: name of a profile, or path of a YAML file; None to choose by GPU.
         gpus: visible GPUs.
 
     Raises:
@@ -98,12 +99,15 @@ def load_profile(name: str) -> KernelProfile:
 
 @lru_cache(maxsize=16)
 def _read_profile(path: Path, found: Path, written_ns: int) -> KernelProfile:
-    """Read one file, which takes 8 ms. A preflight of many files needs the same profiles often.
+    """Read one file.
+
+    The result is cached, because reading a file takes 8 ms, and a preflight of many files needs the
+    same profiles often.
 
     Args:
         path: name of the file in errors.
         found: the file.
-        written_ns: time of its last change.
+        written_ns: time of the last change of the file. A changed file is read again.
     """
     data = layers.read_yaml(found)
     layers.check_keys(data, KernelProfile.model_fields.keys() - {"name"}, str(path))
@@ -117,7 +121,7 @@ def _read_profile(path: Path, found: Path, written_ns: int) -> KernelProfile:
             .replace("a integer", "an integer")
         )
         fix = ". Put it in quotes." if first["type"] == "string_type" else ""
-        # pydantic's mark of a wrong key
+        # pydantic adds "[key]" if the key itself is wrong.
         key = ".".join(str(part) for part in first["loc"] if part != "[key]")
         raise ConfigError(
             f"{path}: {key} is {first['input']!r}: {expected}{fix}", field=str(first["loc"][0])
@@ -135,11 +139,11 @@ def apply_profile(profile: KernelProfile) -> None:
 
 
 def rank_environment(config: WorkerConfig) -> tuple[KernelProfile, dict[str, str]]:
-    """Return the kernel profile of this host, and the variables that each rank reads: its own and
-    the caches'.
+    """Return the kernel profile of this host, and the variables that each rank reads: those of the
+    profile, and those of the folders of compiled kernels.
 
-    The ranks of an engine on several nodes read them when they start, which is before this package
-    runs on rank 0: there it is too late to set them. TensorRT-LLM need not be installed.
+    The ranks of an engine on several nodes read the variables when they start. This package runs
+    only later, on rank 0, where it is too late to set them. TensorRT-LLM need not be installed.
 
     Raises:
         ConfigError: as `choose_profile` does.

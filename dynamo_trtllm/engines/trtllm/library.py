@@ -1,5 +1,5 @@
-"""Run calls with a built LLM: submit them, read their results, abort them; and poll the executor's
-statistics.
+"""Run calls with a built LLM: submit them, read their results, and abort them. Also poll the
+executor's statistics.
 """
 
 from __future__ import annotations
@@ -50,14 +50,15 @@ from dynamo_trtllm.protocol.messages import (
 log = logging.getLogger(__name__)
 
 # What `generate_async` raises, besides RequestError, for a request that it does not accept.
-# NotImplementedError is for one that the release has no code for (request_handlers/handler_base.py
-# of Dynamo 1.7 counts it as an error of the client, too).
+# NotImplementedError is raised for a request that the release has no code for
+# (request_handlers/handler_base.py of Dynamo 1.7 counts it as an error of the client, too).
 _REJECTIONS = (ValueError, TypeError, AssertionError, NotImplementedError)
 
 
 def error_text(exc: BaseException) -> str:
-    """Return the class and text of an error of TensorRT-LLM, with a hint if its kind, or that of a
-    cause, is known.
+    """Return the class and text of an error of TensorRT-LLM.
+
+    A hint follows if the error or one of its causes matches one of `LibraryReleases.error_hints`.
     """
     causes: list[str] = []
     cause: BaseException | None = exc
@@ -88,7 +89,7 @@ class TrtllmLibrary:
     model_limits: TrtllmModelLimits
     instance_id: int  # id of the worker
     kv_transfer_ttl_s: float  # time until a KV transfer expires
-    # Seconds until TensorRT-LLM frees KV that was not fetched. Infinity: it never frees it.
+    # Seconds until TensorRT-LLM frees KV that was not fetched; infinity if it never frees this KV.
     kv_timeout_s: float = math.inf
     # the cache transceiver, CPP or PYTHON; None: TensorRT-LLM chooses it
     runtime: str | None = None
@@ -97,7 +98,7 @@ class TrtllmLibrary:
     # Calls of the library that are made on the event loop.
     calls: BlockingCalls = field(default_factory=BlockingCalls)
     last_result_at: float = field(default_factory=time.monotonic)
-    # tokens in a KV block, as this worker registers them; 0: not registered yet
+    # tokens in a KV block, as this worker registers them; 0 before it has registered
     block_tokens: int = 0
     # The numbers of context-only calls.
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
@@ -112,7 +113,7 @@ class TrtllmLibrary:
 
     @property
     def iterated_at(self) -> float:
-        """Return when the executor last reported an iteration, of `time.monotonic()`."""
+        """When the executor last reported an iteration, by `time.monotonic()`."""
         return self._stats_poller.changed_at
 
     def poll_stats(self, step_reader: StepReader | None = None) -> None:
@@ -124,9 +125,9 @@ class TrtllmLibrary:
         """Return the size of the KV cache of one rank, as the running engine reports it after its
         first request.
 
-        It is read from the statistics. If they do not have it, newer builds return it from
-        `LLM.get_kv_cache_capacity`, which Dynamo 1.7 calls, too (dynamo/trtllm/engine.py). What is
-        not reported within REPORT_S seconds is 0.
+        The size is read from the statistics. If the statistics do not have it, it is read from
+        `LLM.get_kv_cache_capacity`, which newer builds have and Dynamo 1.7 calls, too
+        (dynamo/trtllm/engine.py). A value that is not reported within REPORT_S seconds is 0.
         """
         size = KvCacheSize()
         if self._stats_poller.is_started:
@@ -184,12 +185,12 @@ class TrtllmLibrary:
         return size_change(self.block_tokens, self._stats_poller.kv_cache)
 
     def _log_stall(self) -> None:
-        """Log what an issue about a stall needs (such as issue 16300 of TensorRT-LLM), before it is
-        lost with this process.
+        """Log what a report of a stall should contain (such as issue 16300 of TensorRT-LLM), before
+        this process ends.
         """
         for row in self._stats_poller.last_rows:
             text = f"TensorRT-LLM is stalled; the last statistics: {json.dumps(row, default=str)}"
-            log.error(text)  # as an argument of `error`, it would be cut to `VALUE_CHARS`
+            log.error(text)  # an argument of `error` would be cut to `VALUE_CHARS` characters
         log_thread_stacks(log)
 
     def _is_healthy(self) -> bool:
@@ -242,7 +243,7 @@ class TrtllmLibrary:
 class TrtllmCall:
     """One call of `generate_async`.
 
-    Its result object must be read to its end, also after an abort.
+    The result object of the call must be read to its end, also after an abort.
     """
 
     def __init__(
@@ -259,11 +260,11 @@ class TrtllmCall:
         self._library = library
         self._request_id = request.request_id
         self._converted = converted
-        self._disagg = disagg
+        self._disagg = disagg  # arguments of DisaggregatedParams
         self._fetches_kv = request.kv_params is not None
         self._result: Any = None
         self._last_result_at = math.inf  # when the last result came; infinity: none has come
-        # Alternatives per token; None: no log-probabilities.
+        # The number of alternatives per token; None if no log-probabilities are wanted.
         self._num_alternatives = request.sampling.logprobs
         # Log-probabilities of the tokens that the prefill worker has generated.
         self._first_logprobs: Sequence[TokenLogprob] = ()
@@ -311,7 +312,7 @@ class TrtllmCall:
             raise MigrationFailed("TensorRT-LLM ended the request without a finish reason")
 
     def read(self, result: Any) -> tuple[Chunk, str | None]:
-        """See `LibraryCall.read`. Results are cumulative."""
+        """See `LibraryCall.read`. Each result has all tokens so far."""
         output = result.outputs[0]
         start = self.num_generated
         if self._library.bindings.is_since_1_2:
@@ -341,16 +342,17 @@ class TrtllmCall:
         return Chunk(token_ids=token_ids(new), logprobs=logprobs), finish
 
     def _stripped_stop(self, last: int | None, stop_reason: int | str | None) -> int | None:
-        """Return the stop token that TensorRT-LLM stripped: output of an `Engine` contains it.
+        """Return the stop token that TensorRT-LLM stripped from the output; None if there is none.
 
-        None: it has stripped none.
+        The output of an `Engine` contains the stop token.
         """
         if last is not None and last in self.stop_ids:
             return None
-        end_id: int = self._converted.sampling["end_id"]
+        # A stop token other than the end token is named by `stop_reason`.
+        stop_id: int = self._converted.sampling["end_id"]
         if isinstance(stop_reason, int):
-            end_id = stop_reason
-        return None if end_id == NO_END else end_id
+            stop_id = stop_reason
+        return None if stop_id == NO_END else stop_id
 
     def _logprob(self, reported: Sequence[Any], position: int, token: int) -> TokenLogprob:
         if position < len(self._first_logprobs):
@@ -391,7 +393,7 @@ class TrtllmCall:
             name: getattr(params, name)
             for name in sorted(bindings.disagg_fields - {"request_type"})
         }
-        # If the result has no id, the one that this call was given counts.
+        # If the result has no id, the id that this call was given is used.
         given = self._disagg or {}
         if not values.get("disagg_request_id") and "disagg_request_id" in given:
             values["disagg_request_id"] = given["disagg_request_id"]
@@ -414,10 +416,9 @@ class TrtllmCall:
 
         A context-only call keeps its KV only if it continues in decode.
 
-        An abort of it would do nothing: once the final result is out, no version of TensorRT-LLM
-        finds the request by the id that an abort has (`BaseWorker.abort_request` in
-        executor/base_worker.py, main at 00043967; executor/worker.py before 1.2). Only
-        kv_transfer_timeout_ms frees such KV.
+        An abort would not free the KV: after the final result, no version of TensorRT-LLM finds the
+        request by the id that an abort has (`BaseWorker.abort_request` in executor/base_worker.py,
+        main at 00043967; executor/worker.py before 1.2). Only kv_transfer_timeout_ms frees the KV.
         """
         finish = None if self._result is None else self._result.outputs[0].finish_reason
         continues_in_decode = finish in ("length", "not_finished")

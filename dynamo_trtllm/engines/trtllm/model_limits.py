@@ -9,8 +9,8 @@ from dynamo_trtllm.engines.trtllm.preflight.facts import BUFFER, RoleFacts
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.messages import Phase
 
-# The first candidate of 1.3 that surely has penalties; the changes were merged one to three
-# candidates before.
+# The first candidate of 1.3 that surely supports penalties. The changes were merged one to three
+# candidates earlier.
 PENALTIES_SINCE = 24
 
 
@@ -27,9 +27,8 @@ def has_torch_sampler(args: TrtllmArgs) -> bool:
 
 
 def dp_ranks(facts: RoleFacts) -> int:
-    """Return the number of attention-DP ranks among which requests can choose.
-
-    It is 0 without attention DP.
+    """Return the number of attention-DP ranks among which requests can choose; 0 without attention
+    DP.
     """
     return facts.tensor_parallel if facts.is_enabled("enable_attention_dp") else 0
 
@@ -38,7 +37,7 @@ def context_length(facts: RoleFacts) -> int:
     """Return the longest request in tokens, prompt and output together.
 
     Raises:
-        ConfigError: neither the arguments nor the model set it.
+        ConfigError: neither the arguments nor the model set a context length.
     """
     if not facts.max_seq_len:
         raise ConfigError(
@@ -51,7 +50,8 @@ def prompt_limit(facts: RoleFacts, phase: Phase) -> PromptLimit:
     """Return the longest prompt of a call in this phase, and the argument that sets it."""
     context = context_length(facts)
     candidates = [PromptLimit(context - 1, f"max_seq_len {context}")]
-    # Longer prompts than the transfer buffer use a fallback that fails with NIXL.
+    # For prompts that are longer than the transfer buffer, TensorRT-LLM uses a fallback that fails
+    # with NIXL.
     if facts.buffer_tokens and phase is not Phase.AGGREGATED:
         candidates.append(PromptLimit(facts.buffer_tokens, BUFFER))
     if phase is not Phase.DECODE and not facts.is_enabled("enable_chunked_prefill"):
@@ -64,21 +64,21 @@ def prompt_limit(facts: RoleFacts, phase: Phase) -> PromptLimit:
 class TrtllmModelLimits:
     """Limits for all requests, from the model, the arguments and the release.
 
-    `is_since_1_2`: see `TrtllmBindings.is_since_1_2`.
+    See `TrtllmBindings.is_since_1_2` for `is_since_1_2`.
     """
 
     def __init__(self, facts: RoleFacts, info: EngineInfo, *, is_since_1_2: bool) -> None:
         self.role = facts.role
         self.info = info  # the model's own stop tokens in it have the main one first
-        # Each leaves space for one output token in the context.
+        # Each limit leaves space for one output token in the context.
         self.prompt_limits = {phase: prompt_limit(facts, phase) for phase in Phase}
         # The guided-decoding backend supports structural tags in the form {"format": …}.
         guided_backend = facts.args.get("guided_decoding_backend")
         self.has_structural_tags = guided_backend == "xgrammar" and is_since_1_2
-        # The option min_tokens works for all prompts.
+        # True if `min_tokens` works for all prompts.
         has_old_sampler = not has_torch_sampler(facts.args)
         self.has_min_tokens = has_old_sampler or facts.is_at_least_candidate(PENALTIES_SINCE)
-        # Attention-DP ranks among which a request can choose; 0: it can't.
+        # Attention-DP ranks among which a request can choose; 0 if it can't choose.
         self.dp_ranks = dp_ranks(facts)
         # The executor looks at conversation ids to choose a rank or to keep KV blocks.
         has_affinity = facts.is_enabled(

@@ -33,8 +33,8 @@ class TrtllmRequest:
             sampling.max_tokens, model_limits.info.context_length - len(request.token_ids)
         )
         self.stop_ids = stop_token_ids(sampling, model_limits.info)
-        # A context-only call, whose KV is held for a decode worker. A request for one token ends in
-        # prefill, so its KV may not be held.
+        # True if the KV of this prefill call is held for a decode worker. A request for one token
+        # ends in prefill. No decode worker would fetch its KV, so its KV must not be held.
         self.exports_kv = request.phase is Phase.PREFILL and self.max_tokens > 1
         max_tokens = 1 if self.exports_kv else self.max_tokens
         # Arguments of SamplingParams.
@@ -47,12 +47,12 @@ class TrtllmRequest:
         self.conversation_id: str | None = None
         if model_limits.uses_conversations:
             self.conversation_id = request.conversation_id
-        # Headers for spans of TensorRT-LLM, which it sends if its argument `otlp_traces_endpoint`
-        # is set.
+        # Headers for TensorRT-LLM's own spans. TensorRT-LLM sends spans if its argument
+        # `otlp_traces_endpoint` is set.
         self.trace_headers: dict[str, str] | None = None
         if request.traceparent is not None:
             self.trace_headers = {"traceparent": request.traceparent}
-        # Arguments that are plain values.
+        # Arguments of `generate_async` that are plain values.
         self.keywords: dict[str, Any] = {
             "inputs": list(request.token_ids),
             "streaming": request.phase is not Phase.PREFILL,
@@ -61,14 +61,15 @@ class TrtllmRequest:
             self.keywords["cache_salt"] = request.cache_salt
         priority = queue_priority(request, model_limits.info)
         if priority:
-            self.keywords["priority"] = _priority(priority)
+            self.keywords["priority"] = _trtllm_priority(priority)
 
 
-def _priority(priority: int) -> float:
-    """Convert a priority in the queue to TensorRT-LLM's.
+def _trtllm_priority(priority: int) -> float:
+    """Convert a priority from `queue_priority` to TensorRT-LLM's scale.
 
-    In the queue, lower values come first. To TensorRT-LLM, 0.5 is the default, and 1 comes first.
-    The executor keeps it with 32 bits: 2**22 steps per unit stay distinct.
+    For `queue_priority`, 0 is the default, and lower values come first. For TensorRT-LLM, 0.5 is
+    the default, and 1 comes first. The executor stores the value in 32 bits, in which multiples of
+    1 / 2**22 stay distinct.
     """
     return min(1.0, max(0.0, 0.5 - priority / (1 << 22)))
 
@@ -104,8 +105,8 @@ def _check(request: GenerateRequest, model_limits: TrtllmModelLimits) -> None:
     sampling = request.sampling
     needs_min_tokens = sampling.min_tokens > 0 and not sampling.ignore_eos
     if needs_min_tokens and not model_limits.has_min_tokens:
-        # In some releases the PyTorch sampler ignores it, in others it counts the prompt as output
-        # (pull requests 7808 and 12166).
+        # In some releases the PyTorch sampler ignores min_tokens, in others it counts the prompt as
+        # output (pull requests 7808 and 12166).
         raise RequestRejected(
             "min_tokens has no effect on this worker's TensorRT-LLM; omit it, or set ignore_eos",
             field="min_tokens",
@@ -134,8 +135,8 @@ def _sampling(
         "include_stop_str_in_output": True,
         "detokenize": False,
         "seed": sampling.seed,
-        # To TensorRT-LLM, 0 means no log-probabilities. `token_logprob` drops the alternative that
-        # is too many.
+        # To TensorRT-LLM, 0 means no log-probabilities. If the client wants no alternatives, 1 is
+        # passed, and `token_logprob` drops the alternative.
         "logprobs": None if sampling.logprobs is None else max(1, sampling.logprobs),
     }
     if sampling.ignore_eos and stop_ids:
@@ -152,7 +153,7 @@ def _sampling(
         # temperature 0 is greedy only from 1.2 on; top_k 1 is greedy in every release.
         values["top_k"] = 1
     else:
-        # All three are passed: without any of them TensorRT-LLM decodes greedily.
+        # TensorRT-LLM would decode greedily if none of these three were passed.
         values |= {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -169,13 +170,14 @@ def _sampling(
 def reported_phases(times: object, *, fetches_kv: bool) -> dict[str, float]:
     """Return the seconds of each phase until the first token, by the executor's clock.
 
-    Empty: they are incomplete.
+    The result is empty if a time is missing, or if the times are not in order.
 
     Args:
-        times: a `TimingMetrics`. It is a C++ class that no manifest covers, so its names are not
-            relied on (perf_metrics of trtllm-serve, main at 00043967).
+        times: a `TimingMetrics` (perf_metrics of trtllm-serve, main at 00043967). No manifest
+            covers this C++ class, so any of its attributes may be missing.
         fetches_kv: the call is a decode call.
     """
+    # The attribute with the time at which each phase ends, in the order of the phases.
     if fetches_kv:
         ends = {
             "queue": "kv_cache_transfer_start",
@@ -185,7 +187,7 @@ def reported_phases(times: object, *, fetches_kv: bool) -> dict[str, float]:
     else:
         ends = {"queue": "first_scheduled_time", "prefill": "first_token_time"}
     moments = [getattr(times, name, None) for name in ("arrival_time", *ends.values())]
-    # 0: it has not happened.
+    # The time of an event that has not happened is 0.
     times_s = [
         moment.total_seconds() if isinstance(moment, timedelta) else 0.0 for moment in moments
     ]

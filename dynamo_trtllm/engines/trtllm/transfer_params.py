@@ -20,11 +20,11 @@ from dynamo_trtllm.protocol.number_types import MAX_DP_RANKS, Count, Number, Tok
 ENGINE_STATE_VERSION = 1
 
 _NEEDED = ("first_gen_tokens", "ctx_request_id")
-# Where the KV is: a state of the C++ transceiver, or the address of the Python transceiver, which
-# leaves the state None (KvCacheTransceiverV2._finalize_send in
-# _torch/disaggregation/transceiver.py, main).
+# The field that says where the KV is, and the transceiver that sets it. The C++ transceiver sets a
+# state. The Python transceiver sets its address, and leaves the state None
+# (KvCacheTransceiverV2._finalize_send in _torch/disaggregation/transceiver.py, main).
 _PLACES = {"opaque_state": "CPP", "ctx_info_endpoint": "PYTHON"}
-# Minus infinity is the value of an excluded token. The bound excludes NaN and infinity.
+# The log-probability of an excluded token is minus infinity. The bound excludes NaN and infinity.
 _LogProbability: TypeAlias = Annotated[float, Meta(le=1e3)]
 
 
@@ -44,8 +44,8 @@ class _SentParams(
 ):
     """The fields of `DisaggregatedParams` that `library.yaml` names, without `request_type`.
 
-    The executor uses these numbers as ids and indices in C++, where one that is out of range may
-    end the process.
+    The ranges are checked, because the executor uses these numbers as ids and indices in C++, where
+    a number that is out of range may end the process.
     """
 
     first_gen_tokens: Annotated[list[TokenId], Meta(min_length=1)]
@@ -135,10 +135,11 @@ def unpack(
                 f" range: the vocabulary has {vocab_size} tokens; run one model on both sides",
                 field=name,
             )
-    theirs = next((_PLACES[name] for name in _PLACES if params.get(name)), None)
-    if theirs is None or runtime not in (None, theirs):
+    transceivers = [transceiver for name, transceiver in _PLACES.items() if params.get(name)]
+    sender = transceivers[0] if transceivers else None
+    if sender is None or runtime not in (None, sender):
         raise TransferMismatch(
-            f"KV transfer {kv_params.transfer_id} is of the transceiver {theirs or 'none'}, and"
+            f"KV transfer {kv_params.transfer_id} is of the transceiver {sender or 'none'}, and"
             f" this worker's is {runtime or 'chosen by TensorRT-LLM'}; set the same"
             " cache_transceiver_config on both sides",
             field="transceiver_runtime",
@@ -185,11 +186,12 @@ def forbids_retries(value: str) -> bool:
 
 
 def check_retries(variable: Callable[[str], str]) -> None:
-    """Check that TensorRT-LLM expects repeated prefill calls.
+    """Check that the variable NO_RETRY is off, so that prefill calls may be repeated.
 
-    Frontends send them after a failed transfer. If the variable is on, a rank ends its process when
-    a transfer is unfinished after twice its timeout, and prefill calls must not be repeated (pull
-    request 18163 of TensorRT-LLM; its deadlines are in _torch/disaggregation/native/retirement.py).
+    Frontends repeat prefill calls after a failed transfer. If the variable is on, prefill calls
+    must not be repeated, and a rank ends its process when a transfer is unfinished after twice its
+    timeout (pull request 18163 of TensorRT-LLM; the deadlines are in
+    _torch/disaggregation/native/retirement.py).
 
     Args:
         variable: returns an environment variable of the engine; "" if it is not set.
@@ -206,10 +208,12 @@ def check_retries(variable: Callable[[str], str]) -> None:
         )
 
 
-# Positive 64-bit integers with this bit are ids of the whole cluster. The executor's own ones are
+# Positive 64-bit integers with this bit are ids of the whole cluster. The executor's own ids are
 # below 2**40 (MIN_GLOBAL_ID in llmapi/disagg_utils.py, main of 2026).
 _GLOBAL = 1 << 62
-_COUNTER_BITS = 30  # a worker with a thousand prompts per second repeats an id after twelve days
+# The bits of the call's number. With a thousand prompts per second, a worker repeats an id after
+# twelve days.
+_COUNTER_BITS = 30
 _WORKER_BITS = 32  # bits of the random instance id
 
 
@@ -220,7 +224,7 @@ def context_params(
 
     Args:
         prefill_instance_id: id of the worker.
-        number: the number of the call, which counts from 1.
+        number: the number of the call. Calls are counted from 1.
         known: fields that DisaggregatedParams has in the installed release.
     """
     params: dict[str, Any] = {"request_type": "context_only"}

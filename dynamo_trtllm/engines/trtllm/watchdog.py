@@ -1,10 +1,11 @@
 """End this process when a call of TensorRT-LLM blocks the event loop for good.
 
-`generate_async` and `abort` send over IPC in the caller's thread, which is the event loop's. If the
-rank at the other end has died, they can block for ever (`IpcQueue.put` in executor/ipc.py, called
-by `submit` and `abort_request` in executor/proxy.py, 1.0 to the 1.3 candidates). Nothing on the
-event loop notices that: neither the engine's own checks nor a signal. So a thread looks. Dynamo has
-one for the same reason (`_watch_fatal_error` in engine_monitor.py, 1.7).
+`generate_async` and `abort` send over IPC in the caller's thread, which is the event loop's thread.
+If the rank at the other end has died, they can block for ever (`IpcQueue.put` in executor/ipc.py,
+called by `submit` and `abort_request` in executor/proxy.py, 1.0 to the 1.3 candidates). Then
+nothing on the event loop runs: neither the engine's own checks nor the handler of a signal. So
+another thread watches the event loop. Dynamo has such a thread for the same reason
+(`_watch_fatal_error` in engine_monitor.py, 1.7).
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from dynamo_trtllm.observability.logging import log_thread_stacks
 log = logging.getLogger(__name__)
 
 THREAD: Final = "trtllm-watchdog"  # name of the thread
-PERIOD_S: Final = 0.5  # between two looks
-# How long the event loop may stand still after the executor has died. A worker looks at its engine
-# every 2 s and ends by itself, so this is two looks that it has missed. No request can be answered
-# any more.
+PERIOD_S: Final = 0.5  # time between two looks at the event loop
+# How long the event loop may stand still after the executor has died. A worker checks its engine
+# every 2 s and ends by itself if the engine has failed. So after this time, the worker has missed
+# two of these checks. No request can be answered any more.
 DEAD_S: Final = 5.0
 # How long one call of the library may block the event loop while the executor reports no iteration.
 # Such a call only passes a message to another process, which takes milliseconds. After this time,
@@ -36,7 +37,7 @@ DEAD_S: Final = 5.0
 # has expired (--lease-ttl-s).
 BLOCKED_S: Final = 60.0
 _REPORT_S: Final = 3.0  # longest wait for the log: the program that reads stderr may have stopped
-# The status after EngineFailed, too. Supervisors restart the worker.
+# The same status as after EngineFailed. Supervisors restart the worker.
 EXIT_STATUS: Final = 1
 
 
@@ -55,7 +56,7 @@ class BlockingCalls:
 
     @contextmanager
     def note(self, name: str) -> Iterator[None]:
-        """Note a call while the context is open. `name`: of the library's function, for logs."""
+        """Note a call while the context is open. `name` is the library's function, for logs."""
         self.current = BlockingCall(name)
         try:
             yield
@@ -66,9 +67,9 @@ class BlockingCalls:
 class HangDetector:
     """Decides from repeated looks whether the event loop hangs for good.
 
-    A busy event loop, or a thread that holds the GIL, is no hang: it counts only if the executor
-    has died, or if the event loop's thread is within one call of the library all the time. Time
-    counts only while this process runs.
+    The event loop may also stand still because it is busy, or because another thread holds the GIL.
+    So it counts as hanging only if the executor has died, or if the event loop's thread is within
+    one call of the library all the time. Time counts only while this process runs.
 
     Args:
         loop: the event loop on which the library is called. Create the detector in its thread.
@@ -90,12 +91,12 @@ class HangDetector:
         self._calls = calls
         self._recorded_failure = recorded_failure
         self._iterated_at = iterated_at
-        # The next turn of the event loop sets it. None: no turn was requested.
+        # An event that the next turn of the event loop sets; None if no turn was requested.
         self._turn: threading.Event | None = None
         self._still_s = 0.0  # time since a turn of the event loop was requested
-        # The call and the last iteration, at the last look.
+        # The call, and the time of the last iteration, as the last look saw them.
         self._seen: tuple[BlockingCall | None, float] = (None, 0.0)
-        self._blocked_s = 0.0  # how long neither of them has changed
+        self._blocked_s = 0.0  # how long neither the call nor the iteration has changed
 
     @property
     def is_over(self) -> bool:
@@ -105,7 +106,7 @@ class HangDetector:
     def look(self, passed_s: float) -> str:
         """Return why the process must end; "" if it need not.
 
-        Call it regularly, in a thread of its own.
+        Call this method regularly, in a thread of its own.
 
         Args:
             passed_s: seconds since the last look during which this process ran.
@@ -140,7 +141,7 @@ class HangDetector:
     def _note_call(self, passed_s: float) -> BlockingCall | None:
         """Return the call that the event loop's thread is in.
 
-        Count for how long, without an iteration.
+        Count for how long the thread has been in the same call without an iteration.
         """
         call = self._calls.current
         iterated_at = self._iterated_at()
@@ -162,11 +163,12 @@ class HangDetector:
 
 
 def seconds_of_running(since: float, now: float) -> float:
-    """Return the seconds between two looks that count.
+    """Return the seconds between two looks in which this process was running.
 
-    A longer time means that this process, or the watchdog's thread in it, did not run: it was
-    stopped by a signal or a debugger, the machine was suspended, or another thread held the GIL.
-    Then the event loop could not run, either.
+    If the time is much longer than PERIOD_S, this process, or the watchdog's thread in it, did not
+    run for a part of it: it was stopped by a signal or a debugger, the machine was suspended, or
+    another thread held the GIL. In this part the event loop could not run, either, so only
+    2 * PERIOD_S count.
     """
     return min(now - since, 2 * PERIOD_S)
 
@@ -174,9 +176,9 @@ def seconds_of_running(since: float, now: float) -> float:
 def end_process(reason: str) -> None:
     """Log the reason and what all threads do, and exit with EXIT_STATUS, without any cleanup.
 
-    TensorRT-LLM's own cleanup waits for its ranks, and uses sockets in which another thread is
-    blocked. Also the log may block, so it is written by another thread. `faulthandler` would hold
-    the GIL while it writes.
+    TensorRT-LLM's own cleanup would wait for its ranks, and use sockets in which another thread is
+    blocked. Writing the log may block, too, so another thread writes it. `faulthandler` is not
+    used, because it would hold the GIL while it writes.
     """
 
     def report() -> None:
@@ -193,23 +195,26 @@ class Watchdog:
     """Run a HangDetector regularly on a thread, and end the process if it reports a hang.
 
     Args:
-        detector: decides.
-        end: ends the process; it gets the reason.
+        detector: decides whether the event loop hangs.
+        end: is called with the reason to end the process.
     """
 
     def __init__(self, detector: HangDetector, end: Callable[[str], None] = end_process) -> None:
         self._detector = detector
         self._end = end
         self._stop = threading.Event()
-        self._failure = ""  # of the last look; "": it has not failed
+        self._failure = ""  # the error of the last look; "" if the look has not failed
         self._thread = threading.Thread(target=self._run, name=THREAD, daemon=True)
 
     def start(self) -> None:
-        """Start the thread. Call it once."""
+        """Start the thread. Call this method once."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, and wait for it: a look does not block. Idempotent."""
+        """End the thread, and wait for its end, which is short, because a look does not block.
+
+        Idempotent.
+        """
         self._stop.set()
         self._thread.join(PERIOD_S)
 

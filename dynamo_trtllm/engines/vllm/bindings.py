@@ -1,7 +1,7 @@
 """Import vLLM and bind the names that the engine uses; build the engine, and explain failed starts.
 
-Importing this module does not import vLLM; `VllmBindings` does, so the environment must be set
-before it.
+Importing this module does not import vLLM. `VllmBindings` imports vLLM, so the environment must be
+set before a `VllmBindings` is created.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from dynamo_trtllm.engines.vllm.releases import PACKAGE
 from dynamo_trtllm.engines.vllm.requests import VllmRequest
 from dynamo_trtllm.protocol.errors import ConfigError, EngineFailed
 
-# What vLLM raises for invalid arguments and for a failed start. These errors have no common base
-# class.
+# The classes of errors that vLLM raises for invalid arguments and for a failed start. They have no
+# common base class.
 _VLLM_ERRORS = (
     RuntimeError,
     ValueError,
@@ -47,11 +47,11 @@ def explain_oom(
         values: the engine's arguments.
         release: the API of the installed release, for the argument's default.
         before: memory of each visible GPU before the failed start.
-        after: the same after it.
+        after: memory of each visible GPU after the failed start.
 
     Returns:
-        None if each GPU of the engine had enough free memory before or after the start: then the
-        cause is another one.
+        The reason, or None if each GPU of the engine had enough free memory before or after the
+        start. Then the start has failed for another reason.
     """
     share = values.get(_SHARE, schema.default(release, _SHARE, values))
     if not isinstance(share, (int, float)):
@@ -86,7 +86,7 @@ class VllmBindings:
     """
 
     def __init__(self, release: ApiManifest) -> None:
-        """Import vLLM, which takes many seconds. Set the environment before.
+        """Import vLLM, which takes many seconds.
 
         Args:
             release: the API of the installed release.
@@ -129,8 +129,8 @@ class VllmBindings:
                 config, stat_loggers=[logger], disable_log_stats=True, enable_log_requests=False
             )
         except _VLLM_ERRORS as exc:
-            # The reason is in the log of vLLM's engine process; this process gets only
-            # "initialization failed".
+            # The reason is in the log of vLLM's engine process, and the exception here says only
+            # "initialization failed". But a lack of GPU memory can be found out here.
             lack = explain_oom(values, self._release, before, gpu.free_and_total_bytes())
             if lack is not None:
                 raise EngineFailed(f"vLLM could not be started: {lack}") from exc
@@ -182,9 +182,9 @@ class VllmBindings:
         return ConfigError(f"vLLM {self.version} rejects the engine arguments: {_short(exc)}")
 
     def _logger(self, on_stats: OnStats) -> Any:
-        """Return a stat logger class that replaces the Prometheus one.
+        """Return a stat logger class that replaces vLLM's Prometheus logger.
 
-        That one would export everything twice.
+        With vLLM's logger, everything would be exported twice.
         """
 
         class Statistics(self._logger_base):  # type: ignore[misc,name-defined]

@@ -1,6 +1,5 @@
-"""Choose folders for the kernels that are compiled for vLLM, and passes that compile them early.
-
-Also count the kernels that were compiled.
+"""Choose folders for the kernels that are compiled for vLLM, choose passes that compile the kernels
+early, and count the compiled kernels.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ def cache_folders(compile_cache: Path | None, environment: Mapping[str, str]) ->
     would use another folder than the one that was filled.
 
     Args:
-        compile_cache: the folder for all of them, or None: only Triton's is set, if it is not set
-            yet.
+        compile_cache: the folder for all compiled kernels. If it is None, only Triton's variable is
+            returned, and only if the user has not set it.
         environment: environment variables of this process.
     """
     if compile_cache is not None:
@@ -42,17 +41,18 @@ def cache_folders(compile_cache: Path | None, environment: Mapping[str, str]) ->
 
 
 def token_counts(checkpoint: Checkpoint, config: Any) -> list[int]:
-    """Return the numbers of tokens of the steps that a warm-up has to run.
+    """Return the numbers of tokens of the steps that a warm-up has to run, so that later steps
+    compile no kernel.
 
-    After them, later steps compile no kernel. Steps of up to the largest captured size are padded
-    to a captured one. Triton compiles a kernel for each value of its constants, and for whether an
-    integer argument is divisible by 16; so few counts stand for all.
+    Steps of up to the largest captured size are padded to a captured size, so they need no warm-up.
+    For larger steps, Triton compiles a kernel for each value of its constants, and separate code
+    for integer arguments that are divisible by 16. So a few numbers of tokens stand for all.
     """
     parallel = config.parallel_config
     if config.device_config.device_type != "cuda":
         return []
-    # The ranks of data parallelism step together, and a pass of one could wait for the others'
-    # requests.
+    # The ranks of data parallelism step together, so a pass of one rank could wait until the other
+    # ranks have requests.
     if int(parallel.data_parallel_size) > 1:
         return []
     limit = int(config.scheduler_config.max_num_batched_tokens)
@@ -76,12 +76,13 @@ def token_counts(checkpoint: Checkpoint, config: Any) -> list[int]:
 def _kernels(tokens: int, experts: int, top_k: int) -> set[tuple[object, ...]]:
     """Return keys of the kernels that a step runs, as far as they depend on its number of tokens.
 
-    In general these are a power of two and whether the number is divisible by 16; with experts,
-    also the arguments of the OpenAI Triton kernels (triton_kernels 3.5.1: routing.py,
-    matmul_ogs.py).
+    The general keys are the power of two of the number, and whether the number is divisible by 16.
+    With experts, the keys also have the arguments of the OpenAI Triton kernels (triton_kernels
+    3.5.1: routing.py, matmul_ogs.py).
     """
 
     def divisible(number: int) -> object:
+        # Triton also compiles separate code for the number 1.
         return number if number == 1 else number % 16 == 0
 
     general: set[tuple[object, ...]] = {
@@ -107,14 +108,15 @@ def _kernels(tokens: int, experts: int, top_k: int) -> set[tuple[object, ...]]:
     }
 
 
-# At most one function. It ends the counting, and returns the count.
+# At most one function: it ends the counting that is under way, and returns the count.
 _counting: list[Callable[[], int]] = []
 
 
 def count_compilations(*, begins: bool) -> int:
     """Begin or end counting the kernels that Triton compiles or loads from its cache.
 
-    Meanwhile, vLLM's monitor does not log each. Without Triton, nothing is counted.
+    While kernels are counted, vLLM's monitor does not log each compilation. Without Triton, nothing
+    is counted.
 
     Returns:
         The count since the last beginning.

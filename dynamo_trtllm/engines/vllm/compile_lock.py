@@ -1,8 +1,9 @@
-"""Let one engine of a host run torch.compile, while others wait for its result.
+"""Let one engine of a host run torch.compile, while other engines with the same model and arguments
+wait for its result.
 
-The others have the same model and arguments. The lock covers torch.compile only, which runs in the
-first pass of the model. An engine whose code was compiled by an earlier start does not take it.
-CUDA graphs and the warm-up follow. For these, no engine waits for another one.
+The lock covers torch.compile only, which runs in the first pass of the model. An engine whose code
+was compiled by an earlier start does not take the lock. For CUDA graphs and the warm-up, which come
+after this pass, no engine waits for another one.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ class CompileLock:
         self._compiled = folder / f"{key}.compiled"
 
     def acquire(self, longest_s: float = _MAX_WAIT_S) -> bool:
-        """Wait for another process that compiles. Hold the lock unless the code is there now.
+        """Wait for another process that compiles. Hold the lock unless the code is compiled now.
 
         Args:
-            longest_s: longest wait. After it, this process compiles, too.
+            longest_s: longest wait. After this time, this process compiles, too.
 
         Returns:
             True if this process holds the lock.
@@ -74,7 +75,7 @@ class CompileLock:
         return self._lock.is_locked
 
     def release(self, *, is_compiled: bool) -> None:
-        """Let the others go on. Does nothing if the lock is not held.
+        """Let the other engines go on. Does nothing if the lock is not held.
 
         Args:
             is_compiled: the code is stored, so that no later engine needs to wait.
@@ -84,7 +85,7 @@ class CompileLock:
                 self._compiled.touch()
             self._lock.release()
         except OSError as exc:
-            # Such as a full disk: the start goes on.
+            # For example, the disk is full. The start goes on all the same.
             log.warning("can't note that code was compiled: %s", exc)
 
 
@@ -145,7 +146,8 @@ def _released_after_compilation(lock: CompileLock) -> Iterator[None]:
 def _acquired(config: Any) -> CompileLock | None:
     """Return the lock of an engine's compiled code, held if the code must be compiled.
 
-    None: there can be no lock. An engine that compiles nothing, as with `enforce_eager`, has none.
+    Return None if the engine compiles nothing, as with `enforce_eager`, or if the lock can't be
+    created.
     """
     if config.compilation_config.mode.name != "VLLM_COMPILE":
         return None
@@ -161,7 +163,7 @@ def _acquired(config: Any) -> CompileLock | None:
     try:
         lock.acquire()
     except (OSError, NotImplementedError) as exc:
-        # A read-only cache, or a file system without locks.
+        # For example, the cache is read-only, or its file system has no locks.
         log.warning("can't wait for other engines that compile the same code: %s", exc)
         return None
     return lock

@@ -1,11 +1,10 @@
-"""Extend vLLM's NixlConnector and its scheduler.
-
-They end requests whose KV was not read in time, and note times.
+"""Extend vLLM's NixlConnector and its scheduler: end requests whose KV was not read in time, and
+note the times of reads.
 
 vLLM loads this module by name in the processes of prefill and decode engines.
 
-The package `patches` says which faults of vLLM are mended, in which releases. This module has the
-hooks that the patches use.
+The modules of the package `patches` mend faults of vLLM, and name the releases that have them. This
+module has the hooks that the patches use.
 
 Late reads: a read that ends after the KV transfer has expired counts as failed, because the blocks
 may hold another request's KV. The worker half reports failed reads with each step, and the
@@ -48,7 +47,7 @@ class EndedTransfers:
 
     sent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
-    # These are in `received`, too. vLLM reports them from 0.30 on.
+    # Requests whose reads failed. They are in `received`, too. vLLM reports them from 0.30 on.
     failed: set[str] = field(default_factory=set)
 
     def add(self, sent: Iterable[str], received: Iterable[str], failed: Iterable[str]) -> None:
@@ -59,22 +58,24 @@ class EndedTransfers:
 
 
 class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
-    """vLLM's connector with these hooks.
+    """vLLM's connector with the hooks of this module.
 
-    It has the same name, so that vLLM's checks and logs of the connector's name stay correct.
+    The class has the name of vLLM's class, so that vLLM's checks and logs of the connector's name
+    stay correct.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         if self.connector_scheduler is not None:
             set_listen_address(self.connector_scheduler, vllm_config)
-        # Failed reads, until a step has reported their end. A failed read is reported twice: that
-        # it failed, as soon as it is known, and that it ended, once vLLM says so. Handshakes add to
+        # Failed reads, until a step has reported their end. A failed read is reported twice: its
+        # failure as soon as it is known, and its end once vLLM reports the end. Handshakes add to
         # the set on another thread.
         self._failed: set[str] = set()
-        # Those in `_failed` whose failure a step has reported.
+        # Reads in `_failed` whose failure a step has reported.
         self._reported_failures: set[str] = set()
-        # A vLLM that needs no patch for failed reads reports them in `get_transfer_results`.
+        # True for releases without the patch for failed reads: vLLM itself reports failed reads
+        # there, in `get_transfer_results`.
         self._asks_for_results = not failed_reads.is_needed()
         self._posted: dict[str, float] = {}  # when the read of each request was posted
         # For each ended read that is not reported yet: when it was posted, and when its end was
@@ -92,10 +93,10 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
             early_notice.note_worker_half(self, vllm_config)
 
     def _note_posts(self, worker: Any) -> None:
-        """Note when each read was posted.
+        """Note when each read was posted, in vLLM's method `_read_blocks_for_req`.
 
-        With a release that lacks this method, `kv_transfer.read` is 0, and ended reads are noticed
-        a step later.
+        If a release lacks this method, `kv_transfer.read` is 0, and ended reads are noticed a step
+        later.
         """
         read = getattr(worker, "_read_blocks_for_req", None)
         if read is None:
@@ -117,9 +118,9 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
         worker._read_blocks_for_req = posting
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """Return the requests whose KV was sent, and those whose read has ended.
+        """Return the requests whose KV was sent, and the requests whose read has ended.
 
-        vLLM calls it in each step.
+        vLLM calls this method in each step.
         """
         base: Any = super()
         self._look(partial(base.get_finished, finished_req_ids))
@@ -129,7 +130,7 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Return the same as `get_finished`, and the failed reads.
 
-        From 0.30 on vLLM calls it in place of `get_finished`.
+        From 0.30 on vLLM calls this method in place of `get_finished`.
         """
         base: Any = super()
         results = self._look(partial(base.get_transfer_results, finished_req_ids))
@@ -144,9 +145,9 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
     def _take_ended(self) -> EndedTransfers:
         """Return the transfers that this step reports."""
         ended = self._ended
-        # Keep the good reads for the scheduler. It asks for them before its next step, and learns
-        # the results of this step only one or two steps later. The reads of short prompts have
-        # often ended by now.
+        # If the scheduler of this process asks for ended reads before its next step, keep the reads
+        # that have ended well for it. It learns the results of this step only one or two steps
+        # later, and the reads of short prompts have often ended by now.
         kept = self._well_received() if self._is_asked else set()
         ended.received -= kept
         self._ended = EndedTransfers(received=kept)
@@ -161,7 +162,7 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
     def _look(self, ask: Callable[[], Any]) -> Any:
         """Ask vLLM's connector which transfers have ended.
 
-        They are added to those that no step has reported yet.
+        The ended transfers are added to `_ended`, the transfers that no step has reported yet.
         """
         results = ask()
         now = time.monotonic()
@@ -179,11 +180,9 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
         return results
 
     def take_well_received(self) -> dict[str, tuple[float, float]]:
-        """Ask vLLM's connector, and take the reads that have ended well, with their times.
+        """Return the reads that have ended well, with their times. No step will report them.
 
-        No step will report them.
-
-        vLLM's connector is asked only while a read is under way.
+        vLLM's connector is asked for ended reads only while a read is under way.
         """
         self._is_asked = True
         if self._posted:
@@ -201,9 +200,10 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
         self._times[request_id] = times
 
     def build_connector_worker_meta(self) -> EndedReads | None:
-        """Return the reads that this step reports, and those that failed.
+        """Return the reads that have failed, and the times of the reads whose end this step
+        reports.
 
-        vLLM calls it after each step, in each rank.
+        vLLM calls this method after each step, in each rank.
         """
         failed = set(self._failed) - self._reported_failures
         self._reported_failures |= failed
@@ -233,7 +233,9 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
     def request_finished_all_groups(
         self, request: Any, block_ids: Any
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Return whether blocks stay for another engine, and the last output's parameters."""
+        """Return whether the request's blocks are held for another engine, and the
+        `kv_transfer_params` of the request's last output.
+        """
         stays, params = super().request_finished_all_groups(request, block_ids)
         given = request.kv_transfer_params or {}
         read_times = given.get(READ_TIMES)
@@ -267,6 +269,6 @@ late_reads.install()
 _Scheduler: Any = PACKAGE.find("Scheduler", "vllm.v1.core.sched.scheduler")
 measure_steps(_Scheduler)
 follow_streams(_Scheduler)
-# All of them wrap `schedule`, and the wrapper that is installed last runs first. So the scheduler
-# knows which reads have ended when the others plan a step.
+# These three functions wrap `schedule`, and the wrapper that is installed last runs first. So the
+# scheduler knows which reads have ended when the other wrappers plan a step.
 early_notice.install()

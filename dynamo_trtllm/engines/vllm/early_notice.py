@@ -1,11 +1,12 @@
 """Tell vLLM's scheduler that the KV of a request was read, before it schedules the next step.
 
-vLLM looks for ended reads after it has launched a step, and its scheduler learns of them with that
-step's results, one to two steps later. Where an engine has one rank, whose worker runs in the
-engine's process, the scheduler looks itself. On two H200 with gpt-oss-120b's shape,
-`kv_transfer.notice` was 10 of the 19 ms of a transfer of 8,192 tokens.
+vLLM looks for ended reads after it has launched a step. Its scheduler learns of them with the
+results of this step, one to two steps later. On two H200 with gpt-oss-120b's shape, this wait
+(`kv_transfer.notice`) was 10 of the 19 ms of a transfer of 8,192 tokens.
 
-With several ranks a read has ended when it has ended in all of them, and vLLM's own way stays.
+If an engine has one rank, the worker runs in the engine's process. There the scheduler itself looks
+for ended reads. If an engine has several ranks, a read has ended when it has ended in all ranks, so
+vLLM's own way is used.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dynamo_trtllm.engines.vllm.requests import EXPIRES_AT, READ_TIMES
 
 # The processes of vLLM configure the logger "vllm", and this one with it.
 log = logging.getLogger("vllm.dynamo_trtllm")
-# At most one: that of the connector in this process, if the engine has one rank.
+# The worker half of the connector in this process, if the engine has one rank; otherwise empty.
 _worker_half: list[Any] = []
 
 
@@ -51,7 +52,7 @@ def _look_before(scheduler: Any, output: Any) -> None:
 
     Args:
         scheduler: vLLM's class.
-        output: its class of what workers report of transfers.
+        output: vLLM's class of a report of workers about their transfers.
     """
     schedule = scheduler.schedule
     report = scheduler._update_from_kv_xfer_finished
@@ -70,7 +71,7 @@ def _look_before(scheduler: Any, output: Any) -> None:
 def _received_in_time(requests: Any, half: Any) -> set[str]:
     """Return the requests whose KV has been read before the KV transfer expired.
 
-    A step reports the others.
+    The next step reports the other requests whose KV has been read.
 
     Args:
         requests: vLLM's requests by id.
@@ -86,7 +87,7 @@ def _received_in_time(requests: Any, half: Any) -> set[str]:
             half.put_back(request_id, times)
             continue
         read_times = params.get(READ_TIMES, [])
-        # The first one is when the blocks were allocated.
+        # The first time is when the blocks were allocated.
         read_times[1:] = (*times, time.monotonic())
         in_time.add(request_id)
     return in_time

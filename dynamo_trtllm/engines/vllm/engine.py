@@ -263,9 +263,9 @@ def _layout(checkpoint: Checkpoint, config: Any) -> KvLayout:
 
 
 def _kv_compat(role: Role, checkpoint: Checkpoint, config: Any, release: str) -> dict[str, str]:
-    """Return further values that must be equal at prefill and decode.
+    """Return the values, besides the layout, that must be equal in prefill and decode.
 
-    NixlConnector's handshake compares them.
+    NixlConnector's handshake compares these values, too.
     """
     if role is Role.AGGREGATED:
         return {}
@@ -276,7 +276,8 @@ def _kv_compat(role: Role, checkpoint: Checkpoint, config: Any, release: str) ->
         "attention_backend": str(config.attention_config.backend),
         "hybrid_kv_cache": str(not config.scheduler_config.disable_hybrid_kv_cache_manager),
     }
-    # Only where it is set: workers of earlier releases of this package have no such value.
+    # The value is left out if the variable is not set, because workers of earlier releases of this
+    # package have no such value.
     layout = process_environment().get(KV_CACHE_LAYOUT)
     if layout:
         values["kv_cache_layout"] = layout

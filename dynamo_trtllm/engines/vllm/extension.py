@@ -3,8 +3,8 @@
 They release unfetched KV, end with the worker, compile kernels early, and load dummy weights.
 
 vLLM loads this module by name (`worker_extension_cls`), and the engine calls it over
-`collective_rpc`. vLLM itself frees such KV only when its lease expires. The extension ends the
-lease early and uses the connector's own code for expired requests.
+`collective_rpc`. vLLM itself frees unfetched KV only when the lease of the KV expires. The
+extension ends the lease early, so that the connector's own code for expired leases frees the KV.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ class WorkerExtension:
             else:
                 others[leased] = expiry
         if ended:
-            # Up to 0.30 vLLM stops at the first lease that has not expired, so those that end come
-            # first.
+            # Up to 0.30 vLLM looks for expired leases in this order, and stops at the first lease
+            # that has not expired. So the leases that end now come first.
             worker._reqs_to_send = ended | others
         return sorted(released)
 

@@ -30,18 +30,19 @@ from dynamo_trtllm.protocol.messages import token_ids
 
 log = logging.getLogger(__name__)
 
-# Steps that vLLM queues, and as many that it stores for a replay. Its defaults are 100,000 and
-# 10,000, but a step of 16384 prompt tokens takes 80 kB per KV cache group.
+# The number of steps that vLLM queues, and the number that it stores for a replay. vLLM's defaults
+# of 100,000 and 10,000 would take too much memory: a step of 16384 prompt tokens takes 80 kB per KV
+# cache group.
 _QUEUED_STEPS = 1000
-_REPLAY_S = 5.0
+_REPLAY_S = 5.0  # longest wait for the next batch of a replay
 # Kinds of layers whose prefix can be reused as long as it is cached: those that see all tokens.
 _FULL_ATTENTION = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
 _DEVICE = "GPU"  # vLLM's name of the engine's own KV pool, also on CPUs
 _END_OF_REPLAY: Final = (1 << 64) - 1  # -1 in 8 bytes
 
 BlockHash = int | bytes  # bytes if VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES is 0
-# Called with a rank and the number of a batch. Yields the number and the payload of this batch and
-# of all later ones.
+# Called with a rank and the number of a batch. Yields the numbers and the payloads of this batch
+# and of all later batches that vLLM still has.
 Replay = Callable[[int, int], Iterable[tuple[int, bytes]]]
 
 
@@ -53,7 +54,7 @@ class VllmBlocksStored(msgspec.Struct, frozen=True, tag="BlockStored"):
     token_ids: list[int]
     block_size: int
     medium: str | None = None
-    # For each block, what its hash depends on besides tokens.
+    # For each block, the keys on which its hash depends besides the tokens; None if it has none.
     extra_keys: list[list[Any] | None] | None = None
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
@@ -86,7 +87,7 @@ class _CacheOfRank:
     """What is known about the prefix cache of one rank."""
 
     def __init__(self) -> None:
-        self.next_number = 0  # of the next batch
+        self.next_number = 0  # number of the next batch
         self.last_ts = 0.0  # time of the last batch
         self.group: int | None = None  # the KV cache group that is reported
         # The number of copies of each block: several requests may compute a prompt at once.
@@ -102,10 +103,11 @@ class _CacheOfRank:
 class VllmEventConverter:
     """Converts numbered batches of vLLM's events.
 
-    It asks for batches that were lost, and drops those that it knows.
+    The converter asks for batches that were lost, and drops batches that it has converted before.
 
-    Of several KV cache groups, only the first one with full attention is reported: a prompt's
-    prefix that is cached there is cached in the other groups too, as far as their layers see.
+    If there are several KV cache groups, only the first group with full attention is reported. If a
+    prompt's prefix is cached in this group, the other groups have all of the prefix that their
+    layers see.
     """
 
     def __init__(self, block_tokens: int, replay: Replay) -> None:
@@ -113,8 +115,7 @@ class VllmEventConverter:
 
         Args:
             block_tokens: tokens in a block.
-            replay: returns the batches of a rank that vLLM still has, from a number on; may be
-                empty.
+            replay: yields the batches of a rank that vLLM still has, from a number on.
         """
         self._block_tokens = block_tokens
         self._replay = replay
@@ -122,14 +123,14 @@ class VllmEventConverter:
         self._has_warned = False
 
     def catch_up(self, rank: int) -> Iterator[KvEvent]:
-        """Yield the events of a rank that were published and not received."""
+        """Yield the events of a rank that vLLM has published and this process has not received."""
         cache = self._ranks.setdefault(rank, _CacheOfRank())
         for number, payload in self._replay(rank, cache.next_number):
             if number >= cache.next_number:
                 yield from self._advance(cache, number, rank, _decoder.decode(payload))
 
     def read(self, number: int, payload: bytes) -> Iterator[KvEvent]:
-        """Yield what a batch means, after those that were lost before it.
+        """Yield the events of a batch, after those of batches that were lost before it.
 
         Raises msgspec.ValidationError.
         """
@@ -145,14 +146,14 @@ class VllmEventConverter:
             yield BlocksCleared(dp_rank=rank)
         if number > cache.next_number:
             yield from self.catch_up(rank)
-        # What was caught up with may include this batch.
+        # The replayed batches may include this batch.
         if number >= cache.next_number:
             yield from self._advance(cache, number, rank, batch)
 
     def _advance(
         self, cache: _CacheOfRank, number: int, rank: int, batch: VllmEventBatch
     ) -> Iterator[KvEvent]:
-        """Yield what the next batch means. If batches before it are lost, all blocks count as
+        """Yield the events of the next batch. If batches before it are lost, all blocks count as
         removed.
         """
         if number > cache.next_number:
@@ -165,7 +166,7 @@ class VllmEventConverter:
             yield BlocksCleared(dp_rank=rank)
         cache.next_number = number + 1
         cache.last_ts = batch.ts
-        removed: list[int] = []  # vLLM sends an event for each block
+        removed: list[int] = []  # collected, because vLLM sends an event for each block
         for event in batch.events:
             if isinstance(event, VllmBlocksRemoved):
                 removed += self._removed(cache, event)
@@ -200,7 +201,7 @@ class VllmEventConverter:
             return
         for block_hash in event.block_hashes:
             number = _number(block_hash)
-            # -1: the block was never reported, see `_stored`.
+            # The result is -1 for a block that was never reported, see `_stored`.
             copies_left = cache.copies.pop(number, 0) - 1
             if copies_left > 0:
                 cache.copies[number] = copies_left
@@ -224,7 +225,6 @@ class VllmEventConverter:
             cache.group = event.group_idx
         if event.group_idx != cache.group:
             return
-        # The keys of each block besides its tokens; None: it has none.
         extra_keys: list[list[Any] | None] = event.extra_keys or []
         if event.parent_block_hash is not None:
             parent = _number(event.parent_block_hash)
@@ -251,7 +251,9 @@ class VllmEventConverter:
 
 
 def _salt_in(keys: list[Any] | None) -> str | None:
-    """Return the cache salt in the extra keys of a prompt's first block, if they are only that."""
+    """Return the cache salt in the extra keys of a prompt's first block; None if there are no keys,
+    or other keys, too.
+    """
     if keys is not None and len(keys) == 1 and isinstance(keys[0], str):
         return keys[0]
     return None
@@ -280,8 +282,8 @@ class KvEventSubscriber:
         self._zmq = library
         # The path of a socket has at most 107 characters. The paths that vLLM chooses are longer.
         self._folder = Path(tempfile.mkdtemp(prefix="dynamo-"))
-        # vLLM appends the rank to an endpoint with "inproc" in it, and has no rule for others of
-        # kind ipc.
+        # vLLM appends the rank to an endpoint with "inproc" in its name. It has no rule for other
+        # endpoints of the kind ipc, so this name is used.
         self._endpoint = f"ipc://{self._folder}/inproc"
         self._replay_endpoint = f"{self._endpoint}-replay"
         self._context = library.Context()
@@ -300,7 +302,8 @@ class KvEventSubscriber:
     def start(self, block_tokens: int, on_events: OnKvEvents) -> None:
         """Start the thread.
 
-        It calls `on_events` on the running event loop, first with what is cached already.
+        The thread calls `on_events` on the running event loop, first with the blocks that are
+        cached already.
         """
         loop = asyncio.get_running_loop()
         converter = VllmEventConverter(block_tokens, self._replay)
@@ -333,7 +336,7 @@ class KvEventSubscriber:
                 for rank in self._ranks:
                     post(list(converter.catch_up(rank)))
                 while True:
-                    # From vLLM 0.26 on, the topic is before these two parts.
+                    # From vLLM 0.26 on, a topic comes before the number and the payload.
                     number, payload = subscription.recv_multipart()[-2:]
                     post(list(converter.read(int.from_bytes(number, "big"), payload)))
         except self._zmq.ContextTerminated:
@@ -347,7 +350,7 @@ class KvEventSubscriber:
         """Ask a rank's publisher for its batches from a number on; see `Replay`."""
         with self._context.socket(self._zmq.DEALER) as question:
             question.linger = 0
-            # 0 means no limit. vLLM drops what exceeds a limit.
+            # 0 means no limit. If there were a limit, vLLM would drop what exceeds it.
             question.rcvhwm = 0
             question.rcvtimeo = int(1000 * _REPLAY_S)
             question.connect(_of_rank(self._replay_endpoint, rank))

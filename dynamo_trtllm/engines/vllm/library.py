@@ -50,9 +50,9 @@ _BIND_LIFETIME = "dynamo_bind_lifetime"
 _PASS = "dynamo_run_pass"
 _COUNT_COMPILATIONS = "dynamo_count_compilations"
 _NOT_RESPONDING = "vLLM's workers do not respond"
-_RPC_S = 10.0
-_PASS_S = 600.0  # compilers are slow on a busy host
-_ABORT_S = 5.0
+_RPC_S = 10.0  # longest wait for other methods than passes
+_PASS_S = 600.0  # longest wait for a pass: compilers are slow on a busy host
+_ABORT_S = 5.0  # longest wait for aborts when the engine shuts down
 
 
 @dataclass(eq=False)
@@ -98,9 +98,9 @@ class VllmLibrary:
             )
 
     def warm_up_steps(self, counts: Sequence[int]) -> list[WarmUpStep]:
-        """Return a step of a warm-up for each number of tokens.
+        """Return one step of a warm-up for each number of tokens in `counts`.
 
-        Each is one pass through the model, without KV.
+        Each step is one pass of this number of tokens through the model, without KV.
         """
         run = partial(
             self._call_workers,
@@ -112,9 +112,10 @@ class VllmLibrary:
 
     @asynccontextmanager
     async def compiling(self) -> AsyncIterator[None]:
-        """Count the compilations of kernels in this context, and log their number at its end.
+        """Count the compilations of kernels within this context, and log their number at its end.
 
-        Outside of it, vLLM logs each compilation as a delay.
+        vLLM itself logs a warning for each compilation. It does not log these warnings within the
+        context, where compilations are expected.
         """
         await self._call_workers(_COUNT_COMPILATIONS, True)
         yield
@@ -142,7 +143,8 @@ class VllmLibrary:
     def counts(self, *, is_idle: bool) -> Counts:
         """See `Library.counts`.
 
-        `is_idle` changes nothing: vLLM still counts the KV that waits for its decode workers.
+        `is_idle` is not needed: the counters of vLLM's last step are right also while no call runs.
+        They include the KV that waits for its decode workers.
         """
         return self.last_counts()
 
@@ -172,7 +174,8 @@ class _KvSource(NamedTuple):
 class VllmCall:
     """One request in AsyncLLM.
 
-    Its outputs arrive within vLLM's own step: without a task and a wake-up per token.
+    vLLM's output handler passes the outputs on directly, so that no task has to wake up for each
+    token.
     """
 
     def __init__(
@@ -183,30 +186,30 @@ class VllmCall:
         call_id: str,
         source: _KvSource | None = None,
     ) -> None:
-        self._source = source  # None: it fetches no KV
+        self._source = source  # None if the call fetches no KV
         self.exports_kv = converted.exports_kv
         self.stop_ids = converted.stop_ids
         self.num_generated = 0
         self.cached_tokens = 0
         self._library = library
         self._converted: VllmRequest | None = converted  # None after it was submitted
-        # The seed that the decode call has to use, too. None: none is needed, or the client has set
-        # one.
-        self._seed = converted.seed if request.sampling.seed is None else None
+        # The seed that was drawn for this prefill call. The decode call must use the same seed.
+        # None: no seed was drawn.
+        self._drawn_seed = converted.seed if request.sampling.seed is None else None
         self._call_id = call_id
         self._fetches_kv = request.kv_params is not None
         self._is_aborted = False
         self._is_submitted = False
-        # The number of alternatives per token. None: no log-probabilities.
+        # The number of alternatives per token; None if no log-probabilities are wanted.
         self._num_alternatives = request.sampling.logprobs
-        self._first = converted.first
-        # The log-probabilities of the first output token, which the prefill engine has generated.
+        self._tokens_of_prefill = converted.tokens_of_prefill
+        # The log-probabilities of the first output token, from the prefill engine.
         self._first_logprobs: tuple[TokenLogprob, ...] = ()
         if request.kv_params is not None:
             self._first_logprobs = request.kv_params.first_logprobs
         scores_prompt = request.sampling.prompt_logprobs is not None and not self._fetches_kv
-        # The request, until the log-probabilities of its prompt are returned. None: they were
-        # returned, or are not wanted.
+        # The request, until the log-probabilities of its prompt are returned; None afterwards, or
+        # if the client does not want them.
         self._unscored = request if scores_prompt else None
 
     async def run(self, receiver: ResultReceiver) -> None:
@@ -220,14 +223,14 @@ class VllmCall:
         try:
             collector = await self._library.llm.add_request(self._call_id, **arguments)
         except asyncio.CancelledError:
-            # vLLM may have the request already.
+            # vLLM may already have received the request.
             self._library.start(self._abort(), f"abort-{self._call_id}")
             raise
         except Exception as exc:  # vLLM raises a bare Exception, too
             raise self._rejection(exc) from exc
 
         def put(output: Any) -> None:
-            # vLLM passes its own failure to all requests.
+            # If vLLM's engine fails, vLLM passes the exception to all requests.
             if isinstance(output, Exception):
                 error = EngineFailed(f"vLLM's engine has died: {output}")
                 error.__cause__ = output
@@ -238,11 +241,11 @@ class VllmCall:
         # AsyncLLM.generate would await this collector in a task per request. Its `put` is called by
         # vLLM's output handler, once per step and request (vllm/v1/engine/output_processor.py of
         # 0.24.0).
-        early = collector.output  # came before `put` is replaced
+        early_output = collector.output  # an output that came before `put` is replaced
         collector.put = put
         self._is_submitted = True
-        if early is not None:
-            put(early)
+        if early_output is not None:
+            put(early_output)
         if self._is_aborted:
             self.abort()
 
@@ -262,8 +265,12 @@ class VllmCall:
         self.cached_tokens = int(result.num_cached_tokens or 0)
         tokens = list(output.token_ids)
         logprobs = self._logprobs(tokens, output.logprobs or ())
-        if self.num_generated == 0 and (tokens or output.finish_reason in ENDS):
-            tokens = [*self._first, *tokens]
+        # The token of the prefill engine is output before the first token of this engine. If this
+        # engine ends the output without a token, the token of the prefill engine is output with the
+        # end.
+        has_output = bool(tokens) or output.finish_reason in ENDS
+        if self.num_generated == 0 and has_output:
+            tokens = [*self._tokens_of_prefill, *tokens]
             logprobs = self._with_first(tokens, logprobs)
         self.num_generated += len(tokens)
         scores: tuple[TokenLogprob, ...] = ()
@@ -277,17 +284,19 @@ class VllmCall:
     def _with_first(
         self, tokens: list[int], logprobs: tuple[TokenLogprob, ...]
     ) -> tuple[TokenLogprob, ...]:
-        """Return the log-probabilities, with those that the prefill engine gave the first token.
+        """Return the log-probabilities of all tokens: for the first token those of the prefill
+        engine, for the others those of this engine.
 
-        Return them unchanged if the two engines do not agree on this token.
+        If the two engines do not agree on the first token, return this engine's for all tokens.
         """
         reported = self._first_logprobs
         if self._num_alternatives is None or not reported or not tokens:
             return logprobs
         if reported[0].token_id != tokens[0]:
             return logprobs
-        # A first token that this engine has sampled again has log-probabilities already.
-        others = logprobs if self._first else logprobs[1:]
+        # If this engine has sampled the first token again, `logprobs` begins with this token.
+        has_sampled_first_again = not self._tokens_of_prefill
+        others = logprobs[1:] if has_sampled_first_again else logprobs
         return (reported[0], *others)
 
     def _logprobs(self, tokens: list[int], reported: Sequence[Any]) -> tuple[TokenLogprob, ...]:
@@ -306,10 +315,10 @@ class VllmCall:
     def phases(self, result: Any) -> dict[str, float]:
         """See `LibraryCall.phases`.
 
-        vLLM reports times of its engine process, in a `RequestStateStats`.
+        The times are those of vLLM's engine process, from its `RequestStateStats`.
 
-        A decode call is queued until its KV has been read, then computes its first token. The last
-        result has the parts of the time in this queue.
+        A decode call is queued until its KV has been read, then computes its first token. Only the
+        last result also has the parts of the time in the queue.
         """
         times = result.metrics
         if times is None or not 0 < times.queued_ts <= times.scheduled_ts <= times.first_token_ts:
@@ -324,13 +333,13 @@ class VllmCall:
     def export(self, result: Any, chunk: Chunk) -> tuple[Chunk, bytes]:
         """See `LibraryCall.export`."""
         state = pack(
-            result.kv_transfer_params, release=self._library.bindings.version, seed=self._seed
+            result.kv_transfer_params, release=self._library.bindings.version, seed=self._drawn_seed
         )
         first = Chunk(token_ids=chunk.token_ids[:1], logprobs=chunk.logprobs[:1])
         return first, state
 
     def abort(self) -> None:
-        """See `LibraryCall.abort`. A call that is being submitted is aborted after that."""
+        """See `LibraryCall.abort`. `run` aborts a call that is still being submitted afterwards."""
         self._is_aborted = True
         if self._is_submitted:
             # In a task, because vLLM's output handler may call this while it handles outputs.
@@ -349,7 +358,7 @@ class VllmCall:
 
 
 def prompt_logprobs(request: GenerateRequest, reported: Sequence[Any]) -> tuple[TokenLogprob, ...]:
-    """Convert vLLM's log-probabilities of a prompt, whose first token has none."""
+    """Convert vLLM's log-probabilities of a prompt. vLLM reports none for the first token."""
     ids = request.token_ids
     alternatives = request.sampling.prompt_logprobs or 0
     first = TokenLogprob(ids[0], math.nan)

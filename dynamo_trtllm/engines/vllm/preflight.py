@@ -24,7 +24,7 @@ class VllmFacts:
     role: Role
     args: arguments.LibraryArgs
     model: Checkpoint
-    gpu: Gpu | None  # None: no GPU is visible
+    gpu: Gpu | None  # None if no GPU is visible
     num_gpus: int
 
     @property
@@ -209,7 +209,7 @@ _CROSS_LAYERS = "kv_transfer_config.kv_connector_extra_config.enable_cross_layer
 
 
 def _wants_cross_layers(facts: VllmFacts) -> bool:
-    """Return whether the option is on, as vLLM reads it: true, or this word."""
+    """Return whether the option is on. As vLLM reads it, true or the text "true" means on."""
     return str(facts.args.get(_CROSS_LAYERS)).lower() == "true"
 
 
@@ -275,7 +275,9 @@ def small_blocks(facts: VllmFacts) -> Violation | None:
 
 
 def _layout(facts: PeerFacts[VllmFacts]) -> KvLayout | None:
-    """Return the peer's layout; None for a worker of another engine, which one rule reports."""
+    """Return the peer's layout; None for a worker of another engine, which `engine_differs`
+    reports.
+    """
     return facts.peer.layout if facts.peer.engine == "vllm" else None
 
 

@@ -1,7 +1,7 @@
 """Say which releases of vLLM the engine supports, and which one is installed.
 
-A manifest describes the arguments of one minor release. A release that is newer than all of them
-works like the newest one, as far as is known: its arguments are checked against the newest
+A manifest describes the arguments of one minor release. A release that is newer than all manifests
+probably works like the newest known release. So its arguments are checked against the newest
 manifest, but unknown names are not rejected.
 """
 
@@ -62,8 +62,8 @@ def installed() -> InstalledRelease:
 def describe(version: str) -> InstalledRelease:
     """Return what is known about a version.
 
-    A checkout without tags has a version such as 0.1.dev1, which says nothing: it counts as newer
-    than all releases.
+    A checkout without tags has a version such as 0.1.dev1, which does not say what it contains. It
+    counts as newer than all releases.
 
     Raises:
         ConfigError: the release is older than those that are supported.
@@ -75,7 +75,7 @@ def describe(version: str) -> InstalledRelease:
         return _unproved(public, LIBRARY.newest)
     minor = (parsed.major, parsed.minor)
     if minor in _MANIFESTS:
-        # A build between two releases may have what the next one brings.
+        # A build between two releases may have names of the next release.
         if parsed.is_prerelease:
             return _unproved(public, _MANIFESTS[minor])
         return InstalledRelease(public, _MANIFESTS[minor])
@@ -92,7 +92,7 @@ def describe(version: str) -> InstalledRelease:
 
 
 def _unproved(version: str, nearest: ApiManifest) -> InstalledRelease:
-    """Return a release that is not a supported one, with the manifest of the nearest one."""
+    """Return a release that is not supported, with the manifest of the nearest supported one."""
     note = (
         f"vLLM {version} is not among the releases that this version of dynamo_trtllm supports"
         f" ({RANGE}). It is treated as {nearest.name}, and unknown arguments are passed on"
@@ -104,7 +104,7 @@ def _unproved(version: str, nearest: ApiManifest) -> InstalledRelease:
 def manifest() -> ApiManifest:
     """Return the manifest of the installed release.
 
-    Without vLLM or its metadata, it is that of the newest release.
+    Without vLLM or its metadata, return the manifest of the newest release.
 
     Raises:
         ConfigError: the installed release is older than those that are supported.

@@ -21,14 +21,14 @@ from dynamo_trtllm.engines.vllm.chunk_threshold import ITL_LIMIT_S
 from dynamo_trtllm.protocol.errors import RequestRejected
 from dynamo_trtllm.protocol.messages import GenerateRequest, Phase, Role, Sampling
 
-# Keys of `kv_transfer_params` of a decode call: the times that `read_parts` uses, and the expiry of
-# the transfer in seconds since the epoch.
-READ_TIMES = "dynamo_read_times"
-EXPIRES_AT = "dynamo_expires_at"
+# Two keys of the `kv_transfer_params` of a decode call.
+READ_TIMES = "dynamo_read_times"  # the times that `read_parts` uses
+EXPIRES_AT = "dynamo_expires_at"  # when the transfer expires, in seconds since the epoch
 _SEED_BITS = 63
 _PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
 # Fields that have the same name in `Sampling` and in vLLM.
 _SAME_NAME = ("temperature", "top_p", "top_k", "min_p", *_PENALTIES, "logprobs")
+# `kv_transfer_params` of a prefill call.
 _TO_DECODE: Mapping[str, Any] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -41,7 +41,7 @@ _TO_DECODE: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmModelLimits:
-    """The limits of model and arguments that apply to every request."""
+    """The limits that the model and the engine arguments set to every request."""
 
     role: Role
     info: EngineInfo
@@ -53,7 +53,7 @@ class FetchedKv:
     """The part of KV transfer parameters that the decode call uses."""
 
     first_token: int
-    seed: int | None
+    seed: int | None  # the seed that the prefill engine drew; None: it drew no seed
     kv_transfer_params: Mapping[str, Any]
 
 
@@ -82,14 +82,16 @@ class VllmRequest:
         # Arguments of StructuredOutputsParams.
         self.guided = None if sampling.guided is None else guided_params(sampling.guided)
         self.stop_ids = stop_token_ids(sampling, model_limits.info)
-        self.seed = sampling.seed  # the decode call must use the same seed
-        self.first: tuple[int, ...] = ()  # a token to emit before the engine's own
+        self.seed = sampling.seed  # prefill call and decode call must use the same seed
+        # Tokens from the prefill engine, which this engine gets in its prompt. They are output
+        # before this engine's own tokens.
+        self.tokens_of_prefill: tuple[int, ...] = ()
         max_tokens = min(
             sampling.max_tokens, model_limits.info.context_length - len(request.token_ids)
         )
         min_tokens = sampling.min_tokens
-        # A prefill call whose KV is held for a decode worker. A request for one token ends in
-        # prefill, so its KV may not be held.
+        # True if the KV of this prefill call is held for a decode worker. A request for one token
+        # ends in prefill. No decode worker would fetch its KV, so its KV must not be held.
         self.exports_kv = request.phase is Phase.PREFILL and max_tokens > 1
         transfer: Mapping[str, Any] | None = None
         if self.exports_kv:
@@ -109,7 +111,7 @@ class VllmRequest:
                 )
             if not resamples_first_token(request):
                 self.prompt.append(fetched_kv.first_token)
-                self.first = (fetched_kv.first_token,)
+                self.tokens_of_prefill = (fetched_kv.first_token,)
                 max_tokens -= 1
                 min_tokens = max(0, min_tokens - 1)
         # Arguments of SamplingParams.
@@ -124,7 +126,7 @@ class VllmRequest:
 
 
 def _extra_args(request: GenerateRequest, transfer: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return what vLLM's scheduler and its connector read."""
+    """Return the `extra_args` of SamplingParams, which vLLM's scheduler and its connector read."""
     extra: dict[str, Any] = {}
     if transfer is not None:
         extra["kv_transfer_params"] = dict(transfer)
@@ -136,8 +138,9 @@ def _extra_args(request: GenerateRequest, transfer: Mapping[str, Any] | None) ->
 def resamples_first_token(request: GenerateRequest) -> bool:
     """Return whether the decode engine samples the first token again.
 
-    Otherwise it gets the token as part of its prompt, which costs no step. But penalties, grammars
-    and seeds depend on which tokens are output, so requests with those sample it again.
+    If not, the decode engine gets the token as part of its prompt, which costs no step. But
+    penalties, grammars and seeds depend on which tokens are output and not in the prompt. So for
+    requests with these, the decode engine samples the first token again.
     """
     sampling = request.sampling
     # repetition_penalty counts the tokens of the prompt, too.

@@ -41,7 +41,10 @@ class StartProgress:
         return {FILE: str(self._file)}
 
     def phase(self) -> str:
-        """Return the phase that vLLM's process wrote last. Before the first, it imports vLLM."""
+        """Return the phase that vLLM's process wrote last.
+
+        Until the process has written a phase, it imports vLLM.
+        """
         try:
             return self._file.read_text(encoding="utf-8")
         except OSError:
@@ -72,7 +75,7 @@ _WORKER_METHODS = {"load_model": LOADING_WEIGHTS, "compile_or_warm_up_model": CA
 def note_phases(worker_class: Any, runner_class: Any = None) -> None:
     """Make a class of vLLM's workers note its phases.
 
-    A method that a release lacks only leaves out its phase.
+    If a release lacks one of the methods, only the phase of this method is not noted.
 
     Args:
         worker_class: vLLM's class of workers.
@@ -85,9 +88,9 @@ def note_phases(worker_class: Any, runner_class: Any = None) -> None:
 
 
 def _note_during(owner: Any, name: str, phase: str, after: str | None = None) -> None:
-    """Note a phase when a method begins, and, unless it is None, the one after it.
+    """Make a method note `phase` when it begins, and `after`, unless it is None, when it has ended.
 
-    Only the first rank does.
+    Only the first rank notes phases.
     """
     method: Callable[..., Any] | None = getattr(owner, name, None)
     if method is None:

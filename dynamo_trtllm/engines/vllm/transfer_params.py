@@ -1,6 +1,5 @@
-"""Create and read the KV transfer parameters of vLLM engines, and release unfetched KV.
-
-Also choose where the engines connect.
+"""Create and read the KV transfer parameters of vLLM engines, release unfetched KV, and choose the
+addresses at which NixlConnector listens.
 """
 
 from __future__ import annotations
@@ -26,11 +25,14 @@ ENGINE_STATE_VERSION = 1
 
 
 class RequiredParams(msgspec.Struct, frozen=True, kw_only=True):
-    """What every release's NixlConnector returns, and the decode engine can't do without.
+    """The keys that NixlConnector's `request_finished` returns in all releases, and that the decode
+    engine needs.
 
-    It is the result of `request_finished`. Newer releases add keys, such as the generation of the
-    registered memory. They are passed on as they are. The engine process, which ends on an
-    exception, uses these values as they were sent, so a number that was sent as text is rejected.
+    Newer releases add keys, such as the generation of the registered memory. Added keys are passed
+    on unchecked.
+
+    The types are checked strictly, because vLLM's engine process uses the values as they are, and
+    an exception ends this process. So a number that was sent as text is rejected.
     """
 
     do_remote_prefill: bool
@@ -46,7 +48,8 @@ class RequiredParams(msgspec.Struct, frozen=True, kw_only=True):
 
 class _VllmState(EngineState, frozen=True, kw_only=True):
     params: dict[str, Any]  # parameters with the keys of `RequiredParams`
-    # For a request without a seed, if both engines sample the first token.
+    # The seed that the prefill engine drew for a request without one, so that both engines sample
+    # the same first token. None: no seed was drawn.
     seed: Int64 | None = None
 
 
@@ -77,7 +80,8 @@ def unpack(kv_params: KvTransferParams) -> FetchedKv:
     """Decode the engine's part of KV transfer parameters.
 
     Raises:
-        TransferMismatch: it is from another engine or version. The error names the field.
+        TransferMismatch: the parameters are from another engine or version. The error names the
+            field.
     """
     engine_state = decode_state(kv_params, _VllmState, ENGINE_STATE_VERSION)
     try:
@@ -105,13 +109,13 @@ _PARTS = ("kv_transfer.queue", "kv_transfer.post", "kv_transfer.read", "kv_trans
 def read_parts(queued_s: float, params: Mapping[str, Any] | None) -> dict[str, float]:
     """Return the seconds of each part of a decode call's wait for its KV.
 
-    They are {} if the connector did not note them.
+    The result is {} if the connector did not note the times.
 
     Args:
         queued_s: when vLLM's engine process queued the request.
-        params: `kv_transfer_params` of the last output. READ_TIMES in it are the times at which the
-            KV blocks were allocated, the read was posted, a rank saw its end, and the scheduler was
-            notified.
+        params: `kv_transfer_params` of the last output. Its entry READ_TIMES has the times at which
+            the KV blocks were allocated, the read was posted, a rank saw the end of the read, and
+            the scheduler was notified.
     """
     ends = (params or {}).get(READ_TIMES, ())
     if len(ends) != len(_PARTS):
@@ -126,6 +130,7 @@ def read_parts(queued_s: float, params: Mapping[str, Any] | None) -> dict[str, f
 
 _MAX_TRIES = 4
 _RETRY_INTERVAL_S = 0.25
+# Time after the expiry of a transfer in which a decode engine whose clock is behind may still read.
 _GRACE_S = 1.0
 
 # Releases the KV of the requests with these ids. Returns the ids that each vLLM worker released.
@@ -135,29 +140,28 @@ Release = Callable[[list[str]], Awaitable[Iterable[Iterable[str]]]]
 class KvReleaser:
     """The task that frees KV in vLLM's worker processes, in batches.
 
-    `release` calls these processes.
-
-    An id that no process knows yet is tried again, because its lease may start after the call has
-    ended.
+    A worker process knows the id of a prefill call only once the lease of its KV has started, which
+    may be after the end of the call. So an id that no worker process knows is tried again.
     """
 
     def __init__(self, release: Release) -> None:
+        """Initialize without requests. `release` calls the worker processes."""
         self._release = release
-        # The calls whose KV is to be freed, with the number of earlier attempts.
+        # The number of earlier attempts, by the id of the call whose KV is to be freed.
         self._wanted: dict[str, int] = {}
         self._wake = asyncio.Event()
-        self._again: set[asyncio.TimerHandle] = set()
+        self._timers: set[asyncio.TimerHandle] = set()  # timers of ids that are posted later
         self._task: asyncio.Task[None] | None = None
 
     def post(self, request_id: str, *, has_expired: bool = False) -> None:
-        """Free the KV of a call: at once, or if its transfer has expired, after _GRACE_S seconds.
+        """Free the KV of a call.
 
-        Until then a decode engine whose clock is behind may still read it.
+        If its transfer has expired, the KV is freed after _GRACE_S seconds, otherwise at once.
         """
         if has_expired:
-            self._later(request_id, 0, _GRACE_S)
+            self._post_later(request_id, num_tries=0, wait_s=_GRACE_S)
         else:
-            self._post(request_id, 0)
+            self._post(request_id, num_tries=0)
 
     def _post(self, request_id: str, num_tries: int) -> None:
         self._wanted[request_id] = num_tries
@@ -185,21 +189,21 @@ class KvReleaser:
             for request_id, num_earlier_tries in batch.items():
                 num_tries = num_earlier_tries + 1
                 if request_id not in freed and num_tries < _MAX_TRIES:
-                    self._later(request_id, num_tries)
+                    self._post_later(request_id, num_tries, _RETRY_INTERVAL_S)
 
-    def _later(self, request_id: str, num_tries: int, wait_s: float = _RETRY_INTERVAL_S) -> None:
-        def again() -> None:
-            self._again.discard(handle)
+    def _post_later(self, request_id: str, num_tries: int, wait_s: float) -> None:
+        def post() -> None:
+            self._timers.discard(timer)
             self._post(request_id, num_tries)
 
-        handle = asyncio.get_running_loop().call_later(wait_s, again)
-        self._again.add(handle)
+        timer = asyncio.get_running_loop().call_later(wait_s, post)
+        self._timers.add(timer)
 
     async def aclose(self) -> None:
         """Stop releasing KV. Idempotent."""
-        for handle in self._again:
-            handle.cancel()
-        self._again.clear()
+        for timer in self._timers:
+            timer.cancel()
+        self._timers.clear()
         task = self._task
         self._task = None
         if task is not None:
@@ -216,12 +220,13 @@ def choose_side_channel(
 ) -> dict[str, Any]:
     """Choose where NixlConnector listens for handshakes.
 
-    The environment says it; otherwise it listens at free ports of the host.
+    The variables HOST and PORT of the environment set the address. Without them, NixlConnector
+    listens on `kv_transfer_host`, at free ports.
 
     Args:
         kv_transfer_host: an address of this host that all workers can reach.
-        ranks: the number of data-parallel ranks. The first one uses the port, and each further rank
-            the next one.
+        ranks: the number of data-parallel ranks. The first rank uses the chosen port, and each
+            further rank the next higher port.
 
     Returns:
         The entries of `kv_connector_extra_config` that pass the address to vLLM's processes.
@@ -232,7 +237,8 @@ def choose_side_channel(
     host = environment.get(HOST) or kv_transfer_host
     port = environment.get(PORT)
     if port is None:
-        return {"side_channel_host": host, "side_channel_port": free_ports(ranks, host)}
+        first_port = free_ports(ranks, host)
+        return {"side_channel_host": host, "side_channel_port": first_port}
     if not (port.isdecimal() and 0 < int(port) <= 65_536 - ranks):
         raise ConfigError(
             f"{PORT} is {port!r}; set it to the first of {ranks} consecutive ports up to 65535, or"
@@ -242,15 +248,20 @@ def choose_side_channel(
 
 
 def side_channels(channel: Mapping[str, Any], ranks: int) -> tuple[str, ...]:
-    """Return the "host:port" of each rank's side channel. `channel`: of `choose_side_channel`."""
-    first = channel["side_channel_port"]
-    return tuple(
-        host_and_port(channel["side_channel_host"], port) for port in range(first, first + ranks)
-    )
+    """Return the "host:port" of each rank's side channel.
+
+    `channel` is the result of `choose_side_channel`.
+    """
+    host = channel["side_channel_host"]
+    first_port = channel["side_channel_port"]
+    return tuple(host_and_port(host, port) for port in range(first_port, first_port + ranks))
 
 
 def set_listen_address(scheduler: Any, config: Any) -> None:
-    """Set the address in the connector's scheduler, which listens once KV caches are registered."""
+    """Set the address of the side channel in the connector's scheduler.
+
+    The scheduler listens there once the KV caches are registered.
+    """
     extra = config.kv_transfer_config.kv_connector_extra_config
     scheduler.side_channel_host = extra["side_channel_host"]
     rank = config.parallel_config.data_parallel_index

@@ -18,11 +18,12 @@ _FINAL = 10**6  # the number of a final release, after those of all its candidat
 
 
 def release_for(version: str) -> ApiManifest:
-    """Return the API of a version: its own, else that of the nearest known release.
+    """Return the API of a version: its own API, or else that of the nearest known release.
 
-    A final release stands for its whole minor line. A candidate changes arguments and their values,
-    so the nearest one counts as read in part: what it lacks may exist, and is passed on. The newest
-    release stands for newer lines, and counts as read in part for them, too.
+    A final release stands for all final releases of its minor line. Release candidates differ in
+    arguments and values. So if the nearest known release is a candidate, it counts as read in part:
+    arguments that it lacks may exist, and are passed on. The newest release stands for newer lines,
+    and counts as read in part for them, too.
 
     Args:
         version: installed version of TensorRT-LLM, such as 1.2.1, 1.3.0rc29 or 1.2.1+cu130.
@@ -56,7 +57,7 @@ def release_for(version: str) -> ApiManifest:
 def _line(version: str) -> tuple[int, int]:
     """Return the minor line of a version: (1, 3) for 1.3.0rc29.
 
-    Raises ConfigError if it has none.
+    Raises ConfigError if the text is not a version.
     """
     match = re.match(r"(\d+)\.(\d+)", version)
     if match is None:

@@ -55,14 +55,14 @@ def check_pair(prefill: RoleFacts, decode: RoleFacts) -> list[Finding]:
 def check_peers(
     mine: RoleFacts, instances: Sequence[Instance], kv_compat: dict[str, str] | None = None
 ) -> list[Finding]:
-    """Return a finding for each difference to a peer: an error if no peer of the other role
-    matches, else a warning.
+    """Return a finding for each difference to a peer. The findings are errors if no peer of the
+    other role matches, and warnings if one matches.
 
     Args:
         mine: facts about this worker.
-        instances: registered workers; those of the same role are ignored.
-        kv_compat: values that this worker will register besides its layout; None: they are not
-            compared.
+        instances: registered workers; workers of the same role are ignored.
+        kv_compat: values that this worker will register besides its layout. If it is None, these
+            values are not compared.
     """
     found = []
     for instance in instances:

@@ -69,16 +69,16 @@ BLOCK_SIZE = "kv_cache_config.tokens_per_block"
 
 
 class ModelDefaults(NamedTuple):
-    """Values that a model's class prefers to TensorRT-LLM's defaults. None: the default."""
+    """Values that a model's class prefers to TensorRT-LLM's defaults; None for the default."""
 
     attention: str | None = None
     block_tokens: int | None = None
 
 
-# By `model_type`: what `get_model_defaults` of the class in _torch/models returns (main of October
-# 2026). Candidates of 1.3 and 1.4 merge it under the arguments that were set
-# (`apply_model_defaults_to_llm_args` in llmapi/llm_utils.py); which one was the first is not
-# established. Only models whose class was read are in this list.
+# By `model_type`, the values that `get_model_defaults` of the model's class in _torch/models
+# returns (main of October 2026). Candidates of 1.3 and 1.4 use these values for arguments that were
+# not set (`apply_model_defaults_to_llm_args` in llmapi/llm_utils.py). It is not established which
+# candidate was the first. Only models whose class was read are in this list.
 MODEL_DEFAULTS = {
     "gemma4": ModelDefaults(attention="FLASHINFER"),
     "gemma4_text": ModelDefaults(attention="FLASHINFER"),
@@ -90,12 +90,13 @@ BUFFER = "cache_transceiver_config.max_tokens_in_buffer"
 TIMEOUT = "cache_transceiver_config.kv_transfer_timeout_ms"
 RUNTIME = "cache_transceiver_config.transceiver_runtime"
 _AUTO_SINCE = 15  # first candidate of 1.3 that may resolve `transceiver_runtime: auto`
-_BACKENDS = ("NIXL", "UCX", "MOONCAKE", "MPI")  # in the order of the variables that choose DEFAULT
+# The backends that DEFAULT may mean. If several variables choose one, the first one counts.
+_BACKENDS = ("NIXL", "UCX", "MOONCAKE", "MPI")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """The expected requests; None: not given."""
+    """The expected requests. A value that the user has not given is None."""
 
     isl: int | None = None  # tokens of the longest prompt
     osl: int | None = None  # tokens of the longest answer
@@ -117,7 +118,7 @@ class RoleFacts:
     # environment variables of TensorRT-LLM
     environment: Mapping[str, str] = field(default_factory=dict)
     strategy: str = "prefill_first"
-    # tokens in a KV block, once the engine runs or a live peer has it
+    # tokens in a KV block of the running engine or of a live peer; None before they are known
     running_block_tokens: int | None = None
 
     @property
@@ -148,15 +149,15 @@ class RoleFacts:
 
     @property
     def has_helix(self) -> bool:
-        """True for Helix, the one kind of context parallelism that transfers KV and goes with
-        experts.
+        """True for Helix, the only kind of context parallelism that can transfer KV and can be
+        combined with expert parallelism.
         """
         return str(self.section_values("cp_config").get("cp_type")).upper() == "HELIX"
 
     @property
     def expert_ranks(self) -> int:
-        """Ranks among which experts can be divided: with Helix those of context parallelism,
-        too.
+        """The number of ranks among which experts can be divided. With Helix, the ranks of context
+        parallelism count, too.
         """
         ranks = self.tensor_parallel
         if self.has_helix:
@@ -203,15 +204,15 @@ class RoleFacts:
         return dict(level) if isinstance(level, Mapping) else {}
 
     def first_section(self, *keys: str) -> str:
-        """Return the first of these sections that is given and not null; "" if none is."""
+        """Return the first of these sections that is given and not null; "" if there is none."""
         return next((key for key in keys if self.has_section(key)), "")
 
     def first_variable(self, *names: str) -> str:
-        """Return the first of these environment variables that is on; "" if none is."""
+        """Return the first of these environment variables that is on; "" if there is none."""
         return next((name for name in names if self.variable(name) not in ("", "0")), "")
 
     def round_up(self, tokens: int) -> int:
-        """Return the tokens of the KV blocks that hold a number of tokens."""
+        """Return the number of tokens, rounded up to whole KV blocks."""
         return ceil_div(tokens, self.block_tokens) * self.block_tokens
 
     def value_with_source(self, key: str) -> str:
@@ -247,15 +248,17 @@ class RoleFacts:
 
     @property
     def preferred(self) -> ModelDefaults:
-        """What the model's class prefers in this release; arguments that are set override it."""
+        """The values that the model's class prefers in this release. Arguments that are set
+        override them.
+        """
         if self.model is None or self.line < (1, 3):
             return ModelDefaults()
         return MODEL_DEFAULTS.get(self.model.model_type, ModelDefaults())
 
     @property
     def block_tokens(self) -> int:
-        """Tokens in a KV block: of the running engine, else as set, else as the model prefers, else
-        the default.
+        """Tokens in a KV block. The first of these numbers that is known counts: that of the
+        running engine, the number that was set, the number that the model prefers, the default.
         """
         if self.running_block_tokens is not None:
             return self.running_block_tokens
@@ -266,17 +269,17 @@ class RoleFacts:
 
     @property
     def buffer_tokens(self) -> int | None:
-        """Tokens in the transfer buffer; None if they are not set, or with the Python transceiver,
-        which has none.
+        """Tokens in the transfer buffer; None if the number is not set, or with the Python
+        transceiver, which has no such buffer.
         """
         return None if self.runtime == "PYTHON" else self.number(BUFFER)
 
     @property
     def attention(self) -> str:
-        """Attention backend: as set, else as the model's class prefers, else TensorRT-LLM's
-        default.
+        """The attention backend that was set; if none was set, the one that the model's class
+        prefers; without such a preference, TensorRT-LLM's default.
 
-        TensorRT-LLM compares exact words.
+        Upper and lower case matter, as they do for TensorRT-LLM.
         """
         given = self.args.leaves.get("attn_backend")
         if given is not None and given.value is not None:
@@ -298,9 +301,10 @@ class RoleFacts:
     def kv_dtype(self) -> str:
         """Data type of the KV cache.
 
-        "auto" is resolved if the model is known: to the type that the checkpoint sets for KV, else
-        to the model's (`validate_and_set_kv_cache_quant` in _torch/pyexecutor/model_loader.py, 1.2
-        and main at 00043967).
+        If the model is known, "auto" means the type that the checkpoint sets for KV. If the
+        checkpoint sets none, "auto" means the type of the model
+        (`validate_and_set_kv_cache_quant` in _torch/pyexecutor/model_loader.py, 1.2 and main at
+        00043967).
         """
         if self.kv_setting != "auto" or self.model is None:
             return self.kv_setting
@@ -322,8 +326,8 @@ class RoleFacts:
 
     @property
     def default_backend(self) -> str:
-        """What DEFAULT means if no variable decides: UCX up to 1.1, then NIXL (pull request 7926 of
-        TensorRT-LLM).
+        """The backend that DEFAULT means if no variable is set: UCX up to 1.1, NIXL in later
+        releases (pull request 7926 of TensorRT-LLM).
         """
         return "NIXL" if self.line >= (1, 2) else "UCX"
 
@@ -337,7 +341,7 @@ class RoleFacts:
 
     @property
     def set_runtime(self) -> str | None:
-        """The transceiver that the arguments set, CPP or PYTHON; None: TensorRT-LLM chooses it."""
+        """The transceiver that the arguments set, CPP or PYTHON. None if TensorRT-LLM chooses."""
         if self.transceiver is None or not self.has_runtimes:
             return None
         found = str(self.args.get(RUNTIME) or "CPP").upper()
@@ -355,16 +359,17 @@ class RoleFacts:
         """True if TensorRT-LLM chooses the transceiver (`auto`), and it is not established what
         this candidate chooses.
 
-        From dates of merges and of uploads: `auto` came with pull request 16164 (9 July 2026, after
-        rc14), and meant C++ for all models. 16479 (16 July) made it Python for gpt-oss, 16908,
-        16787 and 17396 (up to 7 August) for DeepSeek, Llama and Gemma, and 18134 (after 24 August,
-        by rc26) for all.
+        This is known from the dates of merges and of uploads. `auto` came with pull request 16164
+        (9 July 2026, after rc14), and meant the C++ transceiver for all models. Later pull requests
+        changed it to the Python transceiver: 16479 (16 July) for gpt-oss, 16908, 16787 and 17396
+        (up to 7 August) for DeepSeek, Llama and Gemma, and 18134 (after 24 August, by rc26) for all
+        models.
         """
         if self.set_runtime is not None or not self.can_run_python_transceiver:
             return False
         if self.candidate is None:
             return False
-        # All candidates from rc23 on were made after 16479.
+        # All candidates from rc23 on were made after pull request 16479.
         last_uncertain = 22 if self.is_gpt_oss else 25
         return _AUTO_SINCE <= self.candidate <= last_uncertain
 
@@ -372,8 +377,9 @@ class RoleFacts:
     def runtime(self) -> str | None:
         """The transceiver, CPP or PYTHON; None without a backend.
 
-        `auto` is PYTHON if that is possible, except in candidates whose choice is not established,
-        and in older ones. There, C++ is assumed, whose buffer limits prompts.
+        `auto` means PYTHON if the Python transceiver can run. In older candidates, and in
+        candidates whose choice is not established, `auto` is taken as CPP, because the buffer of
+        the C++ transceiver limits prompts.
         """
         if self.transceiver is None:
             return None
@@ -385,8 +391,8 @@ class RoleFacts:
 
     @property
     def max_seq_len(self) -> int | None:
-        """Tokens of prompt and output together: as set, else the model's context length; None if
-        unknown.
+        """The most tokens of prompt and output together, as set; if it is not set, the model's
+        context length. None if both are unknown.
         """
         found = self.number("max_seq_len")
         if found is None and self.model is not None:
@@ -403,8 +409,8 @@ class RoleFacts:
 
     @property
     def longest_prompt(self) -> int | None:
-        """Tokens of the longest prompt: of the load, else the limit of the arguments; None if
-        unknown.
+        """Tokens of the longest prompt of the load; without a load, the limit of the arguments.
+        None if both are unknown.
         """
         return self.load.isl or self.prompt_limit
 

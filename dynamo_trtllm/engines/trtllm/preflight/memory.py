@@ -31,7 +31,7 @@ class MemoryTable:
         self.gpu_bytes = facts.gpu.memory_bytes if facts.gpu else None
         self.weights_bytes = weights_per_gpu(facts, model)
         self.kv_token_bytes = token_bytes  # KV of one token in all layers
-        # What remains of it for a token outside all sliding windows, if that KV is freed.
+        # KV of one token outside all sliding windows, if the KV of layers with windows is freed.
         num_full_layers = model.num_layers - model.num_sliding_layers
         self.windowed_token_bytes = token_bytes * num_full_layers // model.num_layers
         self.buffer_bytes = 0
@@ -39,7 +39,7 @@ class MemoryTable:
             self.buffer_bytes = _BUFFERS * facts.buffer_tokens * token_bytes
         self.kv_memory_bytes = self._kv_memory(facts)  # negative if weights and buffers do not fit
         self.blocks = self._blocks(facts)  # KV blocks
-        # Tokens that fit the KV blocks.
+        # The number of tokens that fit into the KV blocks.
         self.pool_tokens = None if self.blocks is None else self.blocks * facts.block_tokens
         # Tokens of KV for one request of the load.
         self.request_tokens = _request_tokens(facts)
@@ -54,7 +54,7 @@ class MemoryTable:
 
     @property
     def use(self) -> str:
-        """What is subtracted from the GPU memory, as text."""
+        """The GPU memory and what is subtracted from it, as text."""
         return (
             f"{_gib(self.gpu_bytes or 0)} minus weights {_gib(self.weights_bytes)}, transfer"
             f" buffers {_gib(self.buffer_bytes)} and workspace {_gib(WORKSPACE_BYTES)} (estimate)"
@@ -80,9 +80,9 @@ class MemoryTable:
         return min(blocks, ceil_div(ceiling, facts.block_tokens))
 
     def _concurrency(self, facts: RoleFacts) -> tuple[int | None, str]:
-        """Return the number of concurrent requests and their limit.
+        """Return the number of concurrent requests, and what limits them.
 
-        With attention DP each rank has its own.
+        With attention DP, each rank has requests of its own.
         """
         if self.blocks is None or self.request_tokens is None:
             return None, ""
@@ -99,12 +99,12 @@ def memory_table(facts: RoleFacts) -> MemoryTable | None:
 
 
 def weights_per_gpu(facts: RoleFacts, model: Checkpoint) -> int:
-    """Return the weight bytes of one GPU, scaled to the total in the checkpoint's index if there is
-    one.
+    """Return the weight bytes of one GPU. If the size of the checkpoint's files is known, the
+    result is scaled to this size.
     """
     parts = weight_bytes(model)
     ranks = facts.tensor_parallel
-    # attention DP replicates attention weights
+    # Attention DP replicates the attention weights.
     shards = 1 if facts.is_enabled("enable_attention_dp") else ranks
     per_rank = parts.experts / ranks + (parts.attention + parts.vocabulary) / shards + parts.rest
     scale = model.index_bytes / parts.total if model.index_bytes else 1.0
@@ -119,7 +119,7 @@ def kv_token_bytes(facts: RoleFacts, model: Checkpoint) -> int:
     ranks = 1 if facts.is_enabled("enable_attention_dp") else facts.tensor_parallel
     layers = ceil_div(model.num_layers, facts.size("pipeline_parallel_size"))
     heads = ceil_div(model.num_kv_heads, ranks)
-    # Every rank has latent KV in full.
+    # Latent KV is not divided: every rank has all of it.
     per_layer = model.latent_kv_dim or 2 * heads * model.head_dim
     return round(layers * per_layer * KV_ITEM_BYTES.get(facts.kv_dtype, 2.0))
 
@@ -133,23 +133,25 @@ def transfer_s(prefill: RoleFacts, decode: RoleFacts, prompt_tokens: int) -> dic
     model = prefill.model
     if model is None:
         return {}
-    sides = [
+    # The number of ranks of each side that share the KV of a prompt.
+    num_ranks = [
         1 if facts.is_enabled("enable_attention_dp") else facts.tensor_parallel
         for facts in (prefill, decode)
     ]
-    lanes = 1 if model.latent_kv_dim else min(*sides, model.num_kv_heads)
+    num_links = 1 if model.latent_kv_dim else min(*num_ranks, model.num_kv_heads)
     per_layer = model.latent_kv_dim or 2 * model.num_kv_heads * model.head_dim
     token_bytes = model.num_layers * per_layer * KV_ITEM_BYTES.get(prefill.kv_dtype, 2.0)
     name = prefill.gpu.name if prefill.gpu else ""
     return {
-        link: prompt_tokens * token_bytes / (rate * lanes) for link, rate in links_of(name).items()
+        link: prompt_tokens * token_bytes / (rate * num_links)
+        for link, rate in links_of(name).items()
     }
 
 
 def _request_tokens(facts: RoleFacts) -> int | None:
     """Return the KV tokens of one request.
 
-    A prefill worker has the KV of the prompt, and other workers that of the output, too.
+    A prefill worker has only the KV of the prompt. Other workers also have the KV of the output.
     """
     if facts.load.isl is None:
         return None

@@ -3,7 +3,8 @@ arguments.
 
 A model class of newer builds may choose the block size, if the arguments do not set it: 64 tokens
 for Kimi K3, 128 for DeepSeek V4 (`apply_model_defaults_to_llm_args` in llmapi/llm_utils.py, main of
-2026). TensorRT-LLM's own router takes the size over from its workers, too.
+2026). So the size is read from the running engine. TensorRT-LLM's own router takes the size from
+its workers, too.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class KvCacheSize(NamedTuple):
-    """The KV cache of one rank, as the engine reports it. 0: not reported."""
+    """The KV cache of one rank, as the engine reports it. A value that is not reported is 0."""
 
     blocks: int = 0
     block_tokens: int = 0  # tokens in one block
@@ -28,11 +29,11 @@ class KvCacheSize(NamedTuple):
 def kv_cache_size(reported: Mapping[str, Any] | None) -> KvCacheSize:
     """Convert `kvCacheStats` of a row of statistics, or the result of `LLM.get_kv_cache_capacity`.
 
-    Both have the same names. It is not established that every candidate of 1.3 fills
-    `tokensPerBlock` with its second KV cache manager.
+    Both mappings have the same names. Some candidates of 1.3 may not fill `tokensPerBlock` with
+    their second KV cache manager; this was not found out.
 
     Args:
-        reported: the mapping; None: the row has none.
+        reported: the mapping; None if the row has none.
     """
     found = reported or {}
     return KvCacheSize(_count(found.get("maxNumBlocks")), _count(found.get("tokensPerBlock")))
@@ -43,8 +44,8 @@ def _count(value: Any) -> int:
 
 
 def check_block_size(facts: RoleFacts, reported: KvCacheSize) -> int:
-    """Return the tokens in one block of the running engine: the reported number, else that of the
-    arguments.
+    """Return the number of tokens in one block of the running engine. If the engine does not report
+    it, return the number that the arguments set.
 
     Args:
         facts: facts from the arguments.
@@ -78,8 +79,8 @@ def check_block_size(facts: RoleFacts, reported: KvCacheSize) -> int:
 
 
 def size_change(registered: int, reported: KvCacheSize) -> str:
-    """Return why the engine can't serve on, if its blocks have another size than it has registered;
-    else "".
+    """Return why the engine must stop serving, if its blocks have another size than the worker has
+    registered; "" otherwise.
 
     Args:
         registered: tokens in one block, as other processes know them.

@@ -34,9 +34,9 @@ from dynamo_trtllm.protocol.messages import token_ids
 log = logging.getLogger(__name__)
 
 _HASH_ALGORITHM = "kv_cache_event_hash_algo"  # the field of kv_cache_config
-# With it, also the second KV cache manager names blocks by numbers, as the first one does. Later
-# release candidates of 2026 use it by default, earlier ones use text (runtime/kv_cache_hash.py was
-# read in one of each).
+# With this algorithm, the second KV cache manager names blocks by numbers, as the first KV cache
+# manager always does. Later release candidates of 2026 use it by default, and earlier candidates
+# use text (runtime/kv_cache_hash.py was read in one of each).
 _NUMBERS = "v1_block_key"
 _BUFFER = "kv_cache_config.event_buffer_max_size"
 _BLOCK_REUSE = "kv_cache_config.enable_block_reuse"
@@ -81,9 +81,9 @@ def with_hash_algorithm(values: Mapping[str, Any], bindings: TrtllmBindings) -> 
 def block_hash(name: int | str) -> int:
     """Return the engine's name of a block as a number of 64 bits.
 
-    Text has the hexadecimal digits of SHA-256. Its first 8 bytes are taken, as the library does
-    with its algorithm v2_sha256_64 (`truncate_sha256_hash_to_int64` in runtime/kv_cache_hash.py).
-    Any other text is hashed.
+    A text is the hexadecimal digits of a SHA-256 hash. The first 8 bytes of the hash are returned,
+    as in the library's algorithm v2_sha256_64 (`truncate_sha256_hash_to_int64` in
+    runtime/kv_cache_hash.py). Any other text is hashed.
 
     Raises:
         TypeError: the name is neither a number nor text.
@@ -105,15 +105,17 @@ class _Place(NamedTuple):
 
     rank: int  # attention-DP rank
     window: int  # attention window in tokens; 0: not reported
-    # Group of layers in the second KV cache manager. None: the first manager has no groups.
+    # Group of layers in the second KV cache manager; None with the first manager, which has no
+    # groups.
     layer_group: int | None
 
 
 class KvEventConverter:
     """Converts the events of one engine in the order in which they were read. Used on one thread.
 
-    A gap in the numbers of events means that the buffer was full. Readers then forget all blocks,
-    and also when an event can't be read, because blocks may have been removed.
+    A gap in the numbers of events means that the buffer was full and events were lost. Lost events,
+    and events that can't be read, may have removed blocks. So readers then have to forget all
+    blocks.
 
     Layers with the same attention window can be in several layer groups, such as those of a draft
     model. A block is reported as long as one of these groups has it.
@@ -123,24 +125,24 @@ class KvEventConverter:
         """Initialize for an empty cache.
 
         Args:
-            block_tokens: tokens in a full block. If consecutive blocks have another size, that one
-                is taken over.
+            block_tokens: tokens in a full block. If consecutive blocks have another size, this
+                other size is used from then on.
         """
         self.num_gaps = 0
         self.num_unreadable = 0  # events that could not be read
         self._block_tokens = block_tokens
-        self._is_size_seen = False  # a block had this size
-        self._last_ids: dict[int, int] = {}  # the last ids, by attention-DP rank
-        # Blocks -> a bit for each layer group that has it; by rank and window.
+        self._is_size_seen = False  # True once a full block has had `_block_tokens` tokens
+        self._last_ids: dict[int, int] = {}  # the last id of an event, by attention-DP rank
+        # By rank and window: for each block, a bit for each layer group that has the block.
         self._holders: defaultdict[tuple[int, int], dict[int, int]] = defaultdict(dict)
 
     def convert(self, events: Sequence[Mapping[str, Any]]) -> list[KvEvent]:
-        """Return what these events mean."""
+        """Convert TensorRT-LLM's events."""
         converted: list[KvEvent] = []
         for event in events:
             try:
                 converted += self._convert(event)
-            except Exception as exc:  # noqa: BLE001 - whatever its form is; the others are read
+            except Exception as exc:  # noqa: BLE001 - events may have any form; the others are read
                 self.num_unreadable += 1
                 if self.num_unreadable == 1:
                     log.warning(
@@ -154,7 +156,7 @@ class KvEventConverter:
         return converted
 
     def _convert(self, event: Mapping[str, Any]) -> Iterator[KvEvent]:
-        """Yield what an event means. If events before it are lost, all blocks count as removed."""
+        """Convert one event. If events before it are lost, all blocks count as removed."""
         rank = int(event.get("attention_dp_rank") or 0)
         number = int(event["event_id"])
         last = self._last_ids.get(rank)
@@ -186,7 +188,7 @@ class KvEventConverter:
     def _note_removed(self, name: int, place: _Place) -> bool:
         """Note that a layer group has removed a block.
 
-        Return True if no other group of the same window has it.
+        Return True if no other layer group of the same window has the block.
         """
         assert place.layer_group is not None
         holders = self._holders[place.rank, place.window]
@@ -229,10 +231,11 @@ class KvEventConverter:
         )
 
     def _check_size(self, num_tokens: int) -> None:
-        """Take the size of a block that another one follows, which is therefore full.
+        """Learn the size of full blocks from a block that is followed by another block. Such a
+        block is full.
 
         Raises:
-            ValueError: blocks before had another size.
+            ValueError: earlier full blocks had another size.
         """
         if num_tokens != self._block_tokens:
             if self._is_size_seen or not num_tokens:
@@ -307,7 +310,7 @@ class KvEventPoller(Poller):
 def _parts(events: Iterable[KvEvent]) -> Iterator[list[KvEvent]]:
     """Yield the events in parts with about MAX_BLOCKS_AT_ONCE blocks.
 
-    The buffer may have a hundred times as many.
+    The buffer may have events of a hundred times as many blocks.
     """
     part: list[KvEvent] = []
     num_blocks = 0

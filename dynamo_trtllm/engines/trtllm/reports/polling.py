@@ -23,7 +23,7 @@ class Poller:
     def __init__(self, name: str, *, failure: str) -> None:
         self._name = name
         self._failure_text = failure
-        self._failure = ""  # the last one
+        self._failure = ""  # the error of the last poll that failed
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 

@@ -36,16 +36,16 @@ class StatsPoller(Poller):
         )
         self._get_stats = get_stats
         self._num_ranks = num_ranks
-        self._rows: dict[int, Mapping[str, Any]] = {}  # the last one of each rank
+        self._rows: dict[int, Mapping[str, Any]] = {}  # the last row of each rank
         self._first: Future[None] = Future()  # done once there are rows
-        self.step_reader: StepReader | None = None  # None: steps are not read
+        self.step_reader: StepReader | None = None  # None if steps are not to be read
         self.counts = Counts()
         self.kv_cache = KvCacheSize()  # the sizes in the last row
         self.changed_at = time.monotonic()
 
     @property
     def has_reported(self) -> bool:
-        """True once statistics came.
+        """True once the executor has reported statistics.
 
         From then on, the executor is stalled if requests wait and no new statistics come.
         """
@@ -85,15 +85,15 @@ class StatsPoller(Poller):
 
 
 def counts_of(rows: Sequence[Mapping[str, Any]], num_ranks: int = 1) -> Counts:
-    """Convert the statistics of one iteration; a missing value counts as 0.
+    """Convert the statistics of one iteration. A missing value counts as 0.
 
-    The KV blocks are those of one rank: before 1.3 only rank 0 reports, and since then the rows of
-    the other ranks have copies of its KV statistics (_torch/pyexecutor/adp_iter_stats.py, main at
-    0cedd9a0). So with attention DP the number of used blocks is an estimate. The queue is reported
-    by rank 0 for all ranks.
+    KV blocks are known of rank 0 only: before 1.3 only rank 0 reports, and since then the rows of
+    the other ranks have copies of rank 0's KV statistics (_torch/pyexecutor/adp_iter_stats.py, main
+    at 0cedd9a0). So with attention DP the number of used blocks is an estimate. Rank 0 reports the
+    queued requests of all ranks.
 
     Args:
-        rows: one per rank that reports.
+        rows: one row for each rank that reports.
         num_ranks: ranks that have KV blocks of their own.
     """
     pools = [row.get("kvCacheStats") or {} for row in rows]

@@ -23,21 +23,22 @@ class _Iteration:
         self.number = int(row["iter"])
         self.rank = int(row.get("attentionDpRank") or 0)
         self.num_ranks = 1  # ranks that have reported
-        # When it had fetched its requests.
+        # When the iteration had fetched its requests.
         begun = datetime.strptime(row["timestamp"], "%m-%d-%Y %H:%M:%S.%f")
         self.begun_s = (begun - _EPOCH).total_seconds()
-        # When its results were read, or later by as long as it waited for requests.
+        # When the results of the iteration were read. If the iteration waited for requests, this
+        # time is later than that by the length of the wait.
         self.read_s = self.begun_s + float(row["iterLatencyMS"]) / 1000
         # No request was active before this iteration, so it may have waited for one.
         self.was_idle = row["numNewActiveRequests"] >= row["numActiveRequests"]
         # GPU time of the forward pass; 0: unknown
         self.forward_s = float(row.get("gpuForwardTimeMS") or 0.0) / 1000
         self.decode_requests = int(batch["numGenRequests"])
-        # Tokens of these requests; 0: not reported.
+        # Context tokens of the decode requests; 0 if not reported.
         self.context_tokens = int(batch.get("numGenKvTokens") or 0)
         self.num_prompts = int(batch["numContextRequests"])
         self.prompt_tokens = int(batch["numCtxTokens"])
-        # Tokens of the prompts before those of this step; None: not reported.
+        # Tokens of the prompts before the tokens of this step; None if not reported.
         self.cached_tokens: int | None = None
         cached = batch.get("numCtxKvTokens")
         if cached is not None:
@@ -63,9 +64,10 @@ class _Iteration:
             self.cached_tokens += other.cached_tokens or 0
 
 
-# In local time, as the rows are. Only differences count.
+# The start of the executor's clock, in local time as the times in rows. Only differences of times
+# are used.
 _EPOCH = datetime(2020, 1, 1)
-# An iteration that fetches requests for longer has waited for one.
+# Fetching requests takes less than this time, unless the iteration waits for a request.
 _SLACK_S = 0.002
 
 
@@ -74,48 +76,49 @@ class StepReader:
 
     Used on one thread.
 
-    It follows two copies of _torch/pyexecutor/py_executor.py without a release tag, of about 1.2
-    and of main of 2026-10. It was never run with TensorRT-LLM. Each iteration that computed
-    something has a row. No field is the time of the step:
+    This class follows two copies of _torch/pyexecutor/py_executor.py without a release tag, of
+    about 1.2 and of main of 2026-10. It was never run with TensorRT-LLM. Each iteration that
+    computed something has a row. No field of a row is the time of the step:
 
-    * `iterLatencyMS` is the time from the begin of the iteration until its results were read. That
-      includes a wait for requests at its begin. With the overlap scheduler, the next iteration
-      reads the results: it spans two steps.
+    * `iterLatencyMS` is the time from the start of the iteration until its results were read. This
+      time includes a wait for requests at the start of the iteration. With the overlap scheduler,
+      the next iteration reads the results, so this time spans two steps.
     * `hostStepTimeMS` (1.3 candidates), with the overlap scheduler, is mostly the time of the step
       before.
     * `gpuForwardTimeMS` (1.3 candidates) leaves out sampling and the executor's own work.
 
-    So a step is taken to begin when it is launched and the step before has ended, and to end when
-    its results are read. The earlier of two times is taken as that of the read, because waits for
-    requests make each of them too late:
+    So a step is taken to start once it is launched and the step before has ended. A step is taken
+    to end when its results are read. Two times are candidates for the time of this read. Waits for
+    requests can make each of them too late, so the earlier one is used:
 
-    * `timestamp` plus the latency. `timestamp` is after the wait at the begin of the iteration, and
+    * `timestamp` plus the latency. `timestamp` is after the wait at the start of the iteration, and
       the latency includes this wait again.
-    * the begin of the iteration after the read. This is after the wait that may follow the step.
+    * the start of the iteration after the read. This is after the wait that may follow the step.
 
-    These give no samples:
+    The following steps give no samples:
 
     * steps next to a gap: rows are missing or damaged, or an iteration computed nothing;
-    * steps between two waits, and with the overlap scheduler steps before one. If there is a
-      `gpuForwardTimeMS`, steps with prompt tokens take it instead;
-    * with the overlap scheduler, decode steps before one with prompt tokens, whose launch can delay
-      the read. The next step is assumed to begin as if this one had taken as long as the decode
-      step before;
+    * steps between two waits for requests, and with the overlap scheduler also steps before one
+      wait. If the row has `gpuForwardTimeMS`, steps with prompt tokens use this time instead;
+    * with the overlap scheduler, decode steps before a step with prompt tokens, because the launch
+      of the prompts can delay the read. The start of the next step is computed as if the decode
+      step had taken as long as the decode step before;
     * steps of the warm-up.
 
-    What rows of 1.2 do not have is approximated: the context of decode requests by the mean of
-    those that run when the rows are read (KV blocks would count a shared prefix once), and the
-    place of a chunk in its prompt by the full steps before it; tokens in the prefix cache are not
-    counted there. Several prompts of one step count as equally long. Attention-DP ranks without
-    rows are assumed to compute what the others do.
+    Values that the rows of 1.2 do not have are approximated. The context of decode requests is the
+    mean context of the requests that run when the rows are read (KV blocks would count a shared
+    prefix once). The place of a chunk in its prompt is known from the full steps before it, without
+    tokens from the prefix cache. Several prompts of one step count as equally long. Attention-DP
+    ranks without rows are assumed to compute as much as the ranks with rows.
 
     Args:
         steps: receives the samples.
         request_lengths: returns the mean number of context tokens of the requests in the batch, and
             the number of tokens of the longest prompt; 0 without any.
         num_ranks: attention-DP ranks; 1 without attention DP.
-        full_step: returns the number of tokens from which a step of a rank counts as full: it has
-            cut its last prompt. 0: prompts are not cut.
+        full_step: returns the number of tokens from which a step of a rank counts as full. A full
+            step computes only a part of its last prompt. Returns 0 if prompts are never computed
+            in parts.
     """
 
     def __init__(
@@ -129,16 +132,17 @@ class StepReader:
         self._request_lengths = request_lengths
         self._num_ranks = num_ranks
         self._full_step = full_step
-        # Tokens computed of the prompt that the last step cut, if rows do not report them.
+        # The computed tokens of the prompt of which the last step computed only a part, if rows do
+        # not report them.
         self._cut_tokens = 0.0
         self._overlaps = True  # the overlap scheduler is on, by the last two rows that show it
         self._mean_context = 0.0  # tokens, of the last poll with requests
-        self._longest_prompt = 0  # tokens, of the last two polls
-        self._longest_of_poll = 0  # the same of the last poll
+        self._longest_prompt = 0  # tokens of the longest prompt in the last two polls
+        self._longest_of_poll = 0  # tokens of the longest prompt in the last poll
         self._pending: list[_Iteration] = []  # the oldest is the next one to become a sample
-        # When the step before the oldest pending one ended; None: not known.
+        # When the step before the oldest pending step ended; None if this is not known.
         self._ended_s: float | None = None
-        self._decode_s = 0.0  # time of the last decode step; 0: not known
+        self._decode_s = 0.0  # time of the last decode step; 0 if it is not known
         self._is_warm_up = True
 
     def read(self, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -174,11 +178,12 @@ class StepReader:
             overlaps = self._is_overlapping(last, new)
             has_changed = overlaps is not self._overlaps
             self._overlaps = overlaps
-            # The executor's first two rows show the state for the first time: that is no change.
+            # The executor's first two rows show for the first time which scheduler runs. That is no
+            # change.
             if has_changed and len(self._pending) > 1:
                 self._restart()
         self._pending.append(new)
-        # The iterations after a step that show when it ended.
+        # The number of iterations after a step that are needed to find out when the step ended.
         num_after = 3 if self._overlaps else 1
         while len(self._pending) > num_after:
             seconds = self._overlapped_s() if self._overlaps else self._seconds()
@@ -192,39 +197,38 @@ class StepReader:
     def _is_overlapping(self, last: _Iteration, new: _Iteration) -> bool:
         """Return whether the overlap scheduler is on.
 
-        With it, an iteration reads the results of the one before.
+        With the overlap scheduler, an iteration reads the results of the iteration before.
 
-        A change of the clock can look like the other scheduler, until the next two rows.
+        A change of the clock can look like a change of the scheduler, until the next two rows.
         """
         if last.read_s < new.begun_s:
             return False
-        # The latency of an iteration that has waited for requests says nothing: it includes the
-        # wait.
+        # The latency of an iteration that has waited for requests includes the wait, so it does not
+        # show the scheduler.
         return self._overlaps or (not last.was_idle and last.read_s - new.begun_s > _SLACK_S)
 
     def _seconds(self) -> float:
-        """Return how long the oldest pending step took, without the overlap scheduler. 0: not
-        known.
+        """Return how long the oldest pending step took, without the overlap scheduler; 0 if this is
+        not known.
         """
         step, after = self._pending[:2]
-        # 1.2 repeats the counts of the last step in an iteration that computes nothing, as one that
-        # waits for KV.
+        # 1.2 repeats the counts of the last step in an iteration that computes nothing, for example
+        # because it waits for KV.
         if step.was_idle and (after.was_idle or not step.prompt_tokens):
             return 0.0
         return min(step.read_s, after.begun_s) - step.begun_s
 
     def _overlapped_s(self) -> float:
-        """Return how long the oldest pending step took, with the overlap scheduler. 0: not known.
-
-        Remember when the step ended.
+        """Return how long the oldest pending step took, with the overlap scheduler; 0 if this is
+        not known. Remember when the step ended.
         """
         # `reader` is the iteration that read the results of `step`. Two iterations follow it.
         step, reader, after, last = self._pending[:4]
         step_before_ended_s = self._ended_s
         ended_s = min(step.read_s, after.begun_s)
         self._ended_s = None if step.was_idle and after.was_idle else ended_s
-        # The reader waited for requests while the results were there. So they may have been read
-        # long after the step had ended.
+        # The reader has waited for requests, maybe while the results were ready. So it may have
+        # read them long after the step had ended.
         if reader.was_idle or reader.read_s - last.begun_s > _SLACK_S:
             self._ended_s = reader.begun_s
             return 0.0
@@ -243,21 +247,20 @@ class StepReader:
     def _cached_tokens(self, step: _Iteration) -> float:
         """Return the number of prompt tokens before those of a step.
 
-        Each step is passed once, in order.
+        Call this method once for each step, in the order of the steps.
         """
         if step.cached_tokens is not None:
             return step.cached_tokens
         chunk_tokens = step.prompt_tokens / max(1, step.num_prompts)
         before = 0.0
-        # If both chunks are longer together than any prompt, the step computes another prompt than
-        # the one that was cut.
+        # If both parts together are longer than any prompt, the step does not continue the prompt
+        # of which the last step computed a part.
         if self._cut_tokens + chunk_tokens <= self._longest_prompt:
             before = self._cut_tokens
         self._cut_tokens = 0.0
         full_step = self._full_step()
         is_full = full_step != 0 and step.prompt_tokens + step.decode_requests >= full_step
         if is_full:
-            # The step has cut its last prompt.
             self._cut_tokens = chunk_tokens
             if step.num_prompts <= 1:
                 self._cut_tokens += before
@@ -273,7 +276,7 @@ class StepReader:
         # Several prompts count as equally long, and each attends to its own tokens only.
         attention_pairs = step.prompt_tokens * (cached_tokens + step.prompt_tokens / 2)
         attention_pairs /= max(1, step.num_prompts)
-        # Ranks without rows compute what the others do.
+        # Ranks without rows are assumed to compute as much as the ranks with rows.
         scale = self._num_ranks / step.num_ranks
         self._steps.append(
             StepSample(

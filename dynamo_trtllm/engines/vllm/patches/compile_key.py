@@ -1,6 +1,6 @@
-"""Make vLLM find compiled code of the same model in another folder.
+"""Make vLLM find the compiled code of a model also if the model is in another folder.
 
-The key of its cache has the folder's path.
+Without this patch, the path of the model's folder is a part of the key of compiled code.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def _take_out_path() -> None:
     compute_hash = model_config.compute_hash
 
     def compute_hash_without_path(self: Any) -> str:
-        anywhere = copy.copy(self)
-        anywhere.model = ""
-        key: str = compute_hash(anywhere)
+        without_path = copy.copy(self)
+        without_path.model = ""
+        key: str = compute_hash(without_path)
         return key
 
     model_config.compute_hash = compute_hash_without_path

@@ -1,6 +1,5 @@
-"""Make vLLM's workers of prefill engines capture no CUDA graphs of decode steps.
-
-They never run such steps.
+"""Make vLLM's workers of prefill engines capture no CUDA graphs of decode steps, because prefill
+engines never run decode steps.
 """
 
 from __future__ import annotations
@@ -11,7 +10,8 @@ from typing import Any
 
 from dynamo_trtllm.engines.vllm.patches.patch import Patch, apply
 
-# In `kv_connector_extra_config`, which is no part of the key of compiled code.
+# A key of `kv_connector_extra_config`, because this configuration is no part of the key of compiled
+# code.
 NEVER_DECODES = "dynamo_never_decodes"
 
 PATCH = Patch(
@@ -36,12 +36,12 @@ def install() -> None:
 
 
 def skip_before_capture(worker_class: Any) -> None:
-    """Remove the keys of these graphs before capture.
+    """Remove the keys of graphs of decode steps before capture.
 
-    Then vLLM uses a graph of mixed steps, if a step needs one.
+    If a step needs a graph all the same, vLLM uses a graph of mixed steps.
 
-    Captured sizes and modes in the configuration would change the key of compiled code, so that
-    prefill and decode engines could not use the same.
+    The configuration could also leave out these graphs. But it is a part of the key of compiled
+    code, so prefill and decode engines could then not use the same compiled code.
     """
     capture = worker_class.compile_or_warm_up_model
 
@@ -51,7 +51,8 @@ def skip_before_capture(worker_class: Any) -> None:
         dispatcher: Any = getattr(self.model_runner, "cudagraph_dispatcher", None)
         extra = {} if transfer is None else transfer.kv_connector_extra_config
         can_skip = dispatcher is not None and extra.get(NEVER_DECODES)
-        # Without a separate routine, graphs of mixed steps have the same mode.
+        # Without a separate routine for decode steps, graphs of mixed steps have the mode FULL,
+        # too, and must stay.
         if can_skip and dispatcher.cudagraph_mode.separate_routine():
             for mode, keys in dispatcher.cudagraph_keys.items():
                 if mode.name == "FULL":

@@ -1,14 +1,16 @@
 """Report failed reads of KV to the scheduler, which ends their requests.
 
-A failed read does not end its request if layers are in several KV groups (sliding window and full
-attention, as in gpt-oss). `_handle_failed_transfer` marks no block there, so the request counts as
-received, is answered from memory that was never written, and that memory enters the prefix cache. A
-handshake that fails for a request which was aborted in the queue even ends the engine: its
+If layers are in several KV groups (sliding window and full attention, as in gpt-oss), a failed read
+does not end its request. `_handle_failed_transfer` marks no block as failed, so the request counts
+as received and is answered from memory that was never written. This memory also enters the prefix
+cache.
+
+A request that was aborted in the queue can even end the engine if its handshake fails: the
 scheduler learns of an ended read of a request that it no longer has.
 
-From 0.30 on vLLM reports them itself, and keeps the blocks of a read whose handle it could not
-release, because the device may still write to them. Ending such a request early would free these
-blocks, so this patch must be absent there.
+From 0.30 on vLLM itself reports failed reads. It also keeps the blocks of a read whose handle it
+could not release, because the device may still write to them. If this patch ended the request
+early, these blocks would be freed. So the patch must not be used there.
 """
 
 from __future__ import annotations
@@ -41,17 +43,17 @@ def is_needed() -> bool:
 def watch(worker: Any, note: Callable[[str], None]) -> bool:
     """Call `note` with the id of each request whose read has failed.
 
-    vLLM counts it as received only afterwards.
+    `note` is called before vLLM counts the request as received.
 
     Args:
         worker: the worker half of vLLM's NixlConnector.
         note: is called on any thread.
 
     Returns:
-        False if vLLM reports them itself.
+        False if vLLM itself reports failed reads.
 
     Raises:
-        EngineFailed: vLLM does not report them, and has no place to hook in.
+        EngineFailed: vLLM does not report failed reads, and has no method to wrap for that.
     """
 
     def install() -> None:
@@ -61,9 +63,9 @@ def watch(worker: Any, note: Callable[[str], None]) -> bool:
         def recording(req_id: str, *args: Any, **keywords: Any) -> Any:
             meta = worker._recving_metadata.get(req_id)
             if meta is not None and not any(meta.local_block_ids):
-                # The request was aborted before it had blocks, and only frees the KV at the prefill
-                # engine. Counted as an ended read, it would end the engine: the scheduler no longer
-                # knows it.
+                # The request was aborted before it had blocks. Its handshake was only to free the
+                # KV at the prefill engine. If vLLM counted it as an ended read, the engine would
+                # end, because the scheduler no longer knows the request.
                 worker._recving_metadata.pop(req_id)
                 return None
             note(req_id)

@@ -1,9 +1,9 @@
 """Read the KV of all tokens of a prompt but the last one.
 
 A decode engine of vLLM reads the whole prompt and then steps back by one token, so that it has one
-token to compute (`_update_waiting_for_remote_kv`). If the prompt fills its last block, that token
-needs a block which the prefill engine does not have. The connector pairs blocks from the end, and
-an assertion ends the engine.
+token to compute (`_update_waiting_for_remote_kv`). The last token of a decode call's prompt may
+need a block which the prefill engine does not have. The connector pairs the blocks of both engines
+from the end, and an assertion ends the engine.
 """
 
 from dynamo_trtllm.engines.vllm.patches.patch import Patch
@@ -24,8 +24,11 @@ def num_remote_tokens(prompt_tokens: int, held_tokens: int, block_tokens: int) -
     """Return how many tokens of KV a decode engine reads from the prefill engine.
 
     The last token of the prompt is computed, not read, because it may be in a block of its own that
-    the prefill engine does not have. But it is read if fewer blocks than `held_tokens` need would
-    be read without it: the connector pairs blocks from the end.
+    the prefill engine does not have.
+
+    There is one exception: the connector pairs blocks from the end, so all blocks that the prefill
+    engine has must be read. If one block fewer would be read without the last token, this token is
+    read, too.
 
     Args:
         prompt_tokens: the length of the decode call's prompt.

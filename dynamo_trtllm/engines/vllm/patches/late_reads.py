@@ -1,10 +1,9 @@
-"""End requests whose KV was read after its transfer had expired.
+"""End requests whose KV was read after its transfer had expired, and requests whose reads have
+failed.
 
-Also end those that `failed_reads` reports.
-
-The prefill engine may use the blocks of an expired transfer for another request. The worker half of
-the connector reports with each step which reads have ended, and the scheduler ends such requests
-before anything is computed or cached from their blocks.
+The prefill engine may use the blocks of an expired transfer for another request, so the KV may be
+wrong. The worker half of the connector reports with each step which reads have ended or failed. The
+scheduler ends these requests before anything is computed or cached from their blocks.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ PATCH = Patch(
 
 log = logging.getLogger(__name__)
 _V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
-# What goes from workers to the scheduler.
+# vLLM's class for data that workers send to the scheduler.
 _WorkerMetadata: Any = PACKAGE.find("KVConnectorWorkerMetadata", f"{_V1}.base")
 _RequestStatus = PACKAGE.find("RequestStatus", "vllm.v1.request")
 # The output of one request in one step.
@@ -61,9 +60,9 @@ class EndedReads(_WorkerMetadata):  # type: ignore[misc]
 
 
 def install() -> None:
-    """Make vLLM's scheduler in this process end such requests.
+    """Make vLLM's scheduler in this process end these requests.
 
-    Raises EngineFailed if it has another form.
+    Raises EngineFailed if this release's scheduler has another form.
     """
 
     def change() -> None:
@@ -76,8 +75,8 @@ def _end_failed_reads(scheduler: Any) -> None:
     """Make a scheduler end requests with `FINISHED_ERROR` whose KV could not be read in time.
 
     This matches `kv_load_failure_policy: fail`. The requests end in the step that reports them as
-    received: their blocks are freed and were not cached. Requests that vLLM has ended or aborted
-    are skipped.
+    received, so their blocks are freed before they are cached. Requests that vLLM has ended or
+    aborted are skipped.
     """
     update = scheduler.update_from_output
 
@@ -132,7 +131,7 @@ def _expiry(request: Any) -> float:
 def _note_times(requests: Any, report: Any) -> None:
     """Note the times of each request whose read has ended. See `_failed_reads` for the arguments.
 
-    Ranks may report in different steps: the last one counts.
+    Ranks may report in different steps. The times of the last report count.
     """
     meta = None if report is None else report.kv_connector_worker_meta
     if not isinstance(meta, EndedReads):
@@ -141,5 +140,5 @@ def _note_times(requests: Any, report: Any) -> None:
         if request_id in requests:
             params = requests[request_id].kv_transfer_params or {}
             noted = params.get(READ_TIMES, [])
-            # The first one is when the blocks were allocated.
+            # The first time is when the blocks were allocated.
             noted[1:] = (*times, time.monotonic())

@@ -1,4 +1,4 @@
-"""Describe a change of vLLM's code, and make it where the installed release needs it."""
+"""Describe a change of vLLM's code, and make it if the installed release needs it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from dynamo_trtllm.protocol.errors import ConfigError, DynamoError, EngineFailed
 
-# What an access to a missing or changed part of vLLM raises.
+# The classes of errors that an access to a missing or changed part of vLLM raises.
 MISFITS = (
     ConfigError,
     ImportError,
@@ -27,17 +27,17 @@ log = logging.getLogger("vllm.dynamo_trtllm")
 class Patch(NamedTuple):
     """One fault or gap of vLLM, and how this project mends it.
 
-    The documentation's table is printed from these.
+    The table in the documentation is generated from the patches.
     """
 
     name: str  # name of the module
-    fault: str  # what goes wrong without it
+    fault: str  # what goes wrong without the patch
     upstream: str  # link to the issue or change in vLLM; "none known"
     needed_in: str  # releases
     detection: str  # how the module finds out whether a release needs it
     goes: str  # when the module can be deleted
-    # Whether an engine without it answers wrongly or dies. Then a release that the patch does not
-    # fit is refused.
+    # True if an engine without the patch answers wrongly or dies. Then the engine refuses to start
+    # with a release that the patch does not fit.
     is_vital: bool
 
     @property

@@ -1,14 +1,17 @@
 """Keep the KV that a window or chunk of attention needs for the last token of a prompt.
 
 A decode engine computes the last token of a prompt again, with KV that it has read (see
-`last_token`). By then, both engines have freed what only earlier tokens saw. Layers with a sliding
-window lose a key that this token still sees if a KV block ends just there: prompts of one length in
-`block_size` lose one in each such layer, without an error. Layers with chunked attention lose a
-whole chunk if it ends with the prompt, and the two engines hold different numbers of blocks.
+`last_token`). By then, both engines have freed the blocks that no later token sees, but the last
+token may still see one of them:
 
-From 0.26 on vLLM frees by the tokens that were computed, not by those in flight. Requests whose
-first token comes with the decode call's prompt then lose nothing, but those whose first token is
-sampled again, with a seed for example, do.
+- Layers with a sliding window lose the oldest key that the last token still sees, if a KV block
+  ends with this key. This happens for one of `block_size` lengths of prompts, without an error.
+- Layers with chunked attention lose a whole chunk if the chunk ends with the prompt. Then the two
+  engines hold different numbers of blocks.
+
+From 0.26 on vLLM frees blocks by the tokens that were computed, not by the tokens in flight. Then
+requests whose first token comes with the decode call's prompt lose nothing. Requests whose first
+token is sampled again, for example with a seed, still do.
 """
 
 from __future__ import annotations
@@ -37,9 +40,9 @@ _MODULE = "vllm.v1.core.single_type_kv_cache_manager"
 
 
 def install() -> None:
-    """Make vLLM's managers of such layers in this process free blocks one token later.
+    """Make vLLM's KV cache managers of these layers in this process free blocks one token later.
 
-    Raises EngineFailed.
+    Raises EngineFailed if this release's managers have another form.
     """
     for name in ("SlidingWindowManager", "ChunkedLocalAttentionManager"):
         apply(PATCH, lambda: True, partial(_retain, name))

@@ -33,7 +33,9 @@ class FixedArgument(NamedTuple):
     user: str  # module whose launches use the kernel
     kernel: str
     constant: str
-    unspecialized: tuple[str, ...]  # arguments whose divisibility by 16 changes nothing in the code
+    # Arguments for which Triton must not compile separate code for multiples of 16, because the
+    # code would be the same.
+    unspecialized: tuple[str, ...]
 
 
 FIXED = (
@@ -48,12 +50,12 @@ FIXED = (
 
 
 def install() -> None:
-    """Replace each such kernel in this process that the triton_kernels in use contain."""
+    """Replace the kernels of FIXED in this process, if the triton_kernels in use contain them."""
     has_kernels = importlib.import_module("vllm.utils.import_utils").has_triton_kernels
     if has_kernels():
         for fixed in FIXED:
-            # A triton_kernels of another version, which newer releases accept, may have neither
-            # kernel.
+            # Newer releases of vLLM accept other versions of triton_kernels, which may have neither
+            # of these kernels.
             apply(PATCH, partial(has_kernel, fixed), partial(replace, fixed))
 
 
@@ -71,7 +73,7 @@ def replace(fixed: FixedArgument) -> None:
 
     Raises:
         ImportError: there is no such module.
-        AttributeError: it has no such kernel.
+        AttributeError: the module has no such kernel.
     """
     user = importlib.import_module(fixed.user)
     kernel = getattr(user, fixed.kernel)

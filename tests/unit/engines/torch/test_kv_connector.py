@@ -74,7 +74,9 @@ def request(phase: Phase, kv_params: Any = None) -> GenerateRequest:
 async def exported(holder: Side, copies: list[Any]) -> Chunk:
     retire = partial(holder.retired.append, True)
     first = Chunk(token_ids=token_ids([5]))
-    seq = sequence_of(request(Phase.PREFILL), max_new_tokens=4, seed=7, first=first, retire=retire)
+    seq = sequence_of(
+        request(Phase.PREFILL), max_new_tokens=4, seed=7, first_chunk=first, retire=retire
+    )
     return await holder.kv_connector.export_kv(seq, holder.allocation, copies)
 
 

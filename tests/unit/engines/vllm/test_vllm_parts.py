@@ -86,7 +86,9 @@ def call_of(
     first: tuple[int, ...] = (),
     first_logprobs: tuple[TokenLogprob, ...] = (),
 ) -> VllmCall:
-    converted: Any = SimpleNamespace(exports_kv=False, stop_ids=frozenset(), seed=None, first=first)
+    converted: Any = SimpleNamespace(
+        exports_kv=False, stop_ids=frozenset(), seed=None, tokens_of_prefill=first
+    )
     request: Any = SimpleNamespace(
         sampling=SimpleNamespace(logprobs=alternatives, prompt_logprobs=None, seed=None),
         kv_params=SimpleNamespace(first_logprobs=first_logprobs),

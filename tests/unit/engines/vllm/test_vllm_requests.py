@@ -149,7 +149,7 @@ def test_first_token_is_made_again_where_its_side_matters(
     call = VllmRequest(asked, RULES, TRANSFER_PARAMS)
     own = [] if wanted else [77]
     assert call.prompt == [*asked.token_ids, *own]
-    assert list(call.first) == own
+    assert list(call.tokens_of_prefill) == own
     assert call.sampling["max_tokens"] == 8 - len(own)
     assert call.sampling["min_tokens"] == max(0, asked.sampling.min_tokens - len(own))
     assert call.sampling["extra_args"] == {"kv_transfer_params": PARAMS}

@@ -9,7 +9,9 @@ from dynamo_trtllm.protocol.messages import Role
 
 SECTION: RuleSection[RoleFacts] = RuleSection("Environment")
 _DISAGGREGATED = (Role.PREFILL, Role.DECODE)
-_CUDA_TRANSPORTS = ("cuda", "all", "^")  # "^…" excludes transports, so CUDA stays unless listed
+# If an entry of UCX_TLS has one of these prefixes, UCX uses a CUDA transport. "^…" excludes the
+# listed transports, and all other transports stay.
+_CUDA_TRANSPORTS = ("cuda", "all", "^")
 _SUBNET = "UCX_IB_ROCE_LOCAL_SUBNET"
 _MNNVL = "UCX_CUDA_IPC_ENABLE_MNNVL"
 _WRONG_ANSWERS = (
@@ -22,7 +24,7 @@ _WAITING_DECODE = "TRTLLM_DISABLE_KV_CACHE_TRANSFER_OVERLAP"
 
 
 def _uses_ucx(facts: RoleFacts) -> bool:
-    """Return True for the backends that transfer through UCX. NIXL does by default."""
+    """Return True for the backends that transfer through UCX. NIXL uses UCX by default."""
     return facts.transceiver in ("UCX", "NIXL")
 
 
@@ -102,7 +104,9 @@ def infiniband_loopback(facts: RoleFacts) -> Violation | None:
     fix="unset it",
 )
 def roce_local_subnet(facts: RoleFacts) -> Violation | None:
-    """Find a variable that clusters set in all containers (pull request 17300 of TensorRT-LLM)."""
+    """Find a variable that some clusters set in all containers (pull request 17300 of
+    TensorRT-LLM).
+    """
     value = facts.variable(_SUBNET)
     if not _uses_ucx(facts) or value.lower() not in ("y", "yes", "1", "on"):
         return None

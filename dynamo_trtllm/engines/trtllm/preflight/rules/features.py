@@ -236,9 +236,9 @@ def v2_without_fabric(facts: RoleFacts) -> Violation | None:
     """Find cache manager v2, set or chosen for gpt-oss, whose KV moves through the memory of the
     host.
 
-    The figures are of pull request 17241. gpt-oss has v2 since pull request 16942 (28 July 2026, in
-    rc24). The fix (18347, opened on 28 August 2026) needs UCX 1.22; which candidate is the first
-    that has it is not established.
+    The figures are from pull request 17241. gpt-oss uses v2 by default since pull request 16942 (28
+    July 2026, in rc24). The fix (pull request 18347, opened on 28 August 2026) needs UCX 1.22. It
+    is not established which candidate is the first that has the fix.
     """
     if facts.runtime != "PYTHON" or facts.gpu is None or facts.has_multi_node_nvlink:
         return None

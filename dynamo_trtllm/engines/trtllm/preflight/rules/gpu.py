@@ -1,7 +1,9 @@
 """Rules about what the GPU can run: kernels of experts, and types of KV.
 
-TensorRT-LLM runs an MXFP4 checkpoint as W4A8_MXFP4_FP8 (TRITON) or W4A8_MXFP4_MXFP8 (others) from
-compute capability 10.0 on, and as W4A16_MXFP4 below. OVERRIDE_QUANT_ALGO overrides that.
+For an MXFP4 checkpoint, TensorRT-LLM chooses an algorithm by the GPU and the MoE backend. From
+compute capability 10.0 on, it is W4A8_MXFP4_FP8 with the backend TRITON, and W4A8_MXFP4_MXFP8 with
+other backends. On older GPUs it is W4A16_MXFP4. The variable OVERRIDE_QUANT_ALGO overrides this
+choice.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ _CUTLASS = {
     "W4A8_MXFP4_FP8": (100, 103),
     "W4A8_MXFP4_MXFP8": (100, 103, 120, 121),
 }
-# AUTO takes one of the others. CUTEDSL has no kernels for MXFP4 and falls back to CUTLASS.
+# The backends with which gpt-oss loads. AUTO chooses CUTLASS, TRITON or TRTLLM. CUTEDSL has no
+# kernels for MXFP4 and falls back to CUTLASS.
 _BIASED_EXPERTS = ("AUTO", "CUTEDSL", "CUTLASS", "TRITON", "TRTLLM")
 _ATTENTION = ("TRTLLM", "FLASHINFER", "VANILLA", "FLASHINFER_STAR_ATTENTION")
 _KV_TYPES = ("auto", "fp8")
@@ -90,7 +93,7 @@ def moe_quantization_gpu(facts: RoleFacts) -> Violation | None:
     fix="set it to TRTLLM on Blackwell, TRITON on Hopper",
 )
 def moe_backend_unset(facts: RoleFacts) -> Violation | None:
-    """Find gpt-oss with the default backend, except on GPUs for which it is the only one."""
+    """Find gpt-oss with the default backend, except on GPUs that have no other backend."""
     if not facts.is_gpt_oss or _MOE in facts.args.leaves:
         return None
     if facts.gpu is not None and facts.gpu.sm >= 120:
@@ -181,7 +184,7 @@ def gpt_oss_rtx_blackwell(facts: RoleFacts) -> Violation | None:
 def kv_dtype_unknown(facts: RoleFacts) -> Violation | None:
     """Find a type of KV that the release does not have."""
     known = _KV_TYPES_13 if facts.line >= (1, 3, 0) else _KV_TYPES
-    # TensorRT-LLM compares exact words.
+    # Upper and lower case matter, as they do for TensorRT-LLM.
     if str(facts.args.get(_KV_TYPE) or "auto") in known:
         return None
     return Violation(other=f"known in {facts.release}: {', '.join(known)}")
@@ -332,9 +335,9 @@ def _moe_backend(facts: RoleFacts) -> str:
 
 
 def _moe_falls_back(facts: RoleFacts) -> bool:
-    """Return True for backends without MXFP4 kernels.
+    """Return True if TensorRT-LLM replaces the configured backend by CUTLASS.
 
-    TRTLLM has them for data-center Blackwell only, CUTEDSL never.
+    TRTLLM has kernels for data-center Blackwell only. CUTEDSL has no MXFP4 kernels.
     """
     if facts.gpu is None:
         return False
@@ -347,9 +350,9 @@ def _moe_falls_back(facts: RoleFacts) -> bool:
 
 
 def _algorithm_without_kernels(facts: RoleFacts) -> str | None:
-    """Return the algorithm of an MXFP4 model that the MoE backend can't run on this GPU.
+    """Return the algorithm of an MXFP4 model if the MoE backend can't run it on this GPU.
 
-    None: the backend can run it, or the algorithm is not one of MXFP4.
+    Return None if the backend can run the algorithm, or if the algorithm is not for MXFP4.
     """
     if not _is_mxfp4(facts) or facts.gpu is None:
         return None
@@ -388,6 +391,6 @@ def _kernel_fix(facts: RoleFacts) -> str:
 def _hopper_backend(facts: RoleFacts) -> str:
     """Return the MoE backend that runs MXFP4 best on Hopper.
 
-    1.3 deprecates TRITON; AUTO takes it while it exists.
+    1.3 deprecates TRITON. AUTO chooses TRITON while it exists.
     """
     return "AUTO" if facts.line >= (1, 3, 0) else "TRITON"

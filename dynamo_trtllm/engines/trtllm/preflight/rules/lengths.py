@@ -11,7 +11,8 @@ _DISAGGREGATED = (Role.PREFILL, Role.DECODE)
 _PREFILLS = (Role.PREFILL, Role.AGGREGATED)  # roles that compute prompts
 _GRAPH = "cuda_graph_config.max_batch_size"
 _GRAPHS = "cuda_graph_config.batch_sizes"
-# Names of the number of draft tokens in speculative_config: a chain, MTP up to 1.2, and a tree.
+# Keys of speculative_config for the number of draft tokens: of a chain, of MTP up to 1.2, and of a
+# tree.
 _DRAFTS = ("max_draft_len", "num_nextn_predict_layers", "max_total_draft_tokens")
 
 
@@ -225,9 +226,9 @@ def block_size_power_of_two(facts: RoleFacts) -> Violation | None:
     fix="raise it to max_batch_size times the draft tokens plus one",
 )
 def draft_tokens_over_num_tokens(facts: RoleFacts) -> Violation | None:
-    """Find steps that are too short for a batch with draft tokens.
+    """Find steps that have too few tokens for a batch with draft tokens.
 
-    Batches above the largest graph are not counted.
+    Batches that are larger than the largest CUDA graph are not taken into account.
     """
     given = facts.section_values("speculative_config")
     counts = [given.get(key) for key in _DRAFTS]
@@ -247,7 +248,7 @@ def _graph_key(facts: RoleFacts) -> str:
 
 
 def _largest_graph(facts: RoleFacts) -> int:
-    """Return the largest batch of the CUDA graphs; 0 if it is not set."""
+    """Return the size of the largest batch with a CUDA graph; 0 if the sizes are not set."""
     if _graph_key(facts) not in facts.args.leaves:
         return 0
     sizes = facts.args.get(_GRAPHS)

@@ -9,7 +9,7 @@ from dynamo_trtllm.protocol.messages import Role
 
 SECTION: RuleSection[RoleFacts] = RuleSection("Memory")
 _FRACTION = "kv_cache_config.free_gpu_memory_fraction"
-# Queueing is normal on prefill workers, so the load is not compared with their memory.
+# Requests normally queue at prefill workers, so the load is not compared with their memory.
 _DECODES = (Role.DECODE, Role.AGGREGATED)
 _GIB = 2**30
 
@@ -45,7 +45,7 @@ def weights_over_memory(facts: RoleFacts) -> Violation | None:
 def no_memory_for_kv(facts: RoleFacts) -> Violation | None:
     """Find too little memory for a single KV block.
 
-    The rule weights-over-memory reports those that do not fit.
+    The rule weights-over-memory reports weights that do not fit.
     """
     memory = memory_table(facts)
     gpu = facts.gpu

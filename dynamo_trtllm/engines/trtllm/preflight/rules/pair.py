@@ -15,7 +15,7 @@ class PairFacts:
 
     prefill: RoleFacts
     decode: RoleFacts
-    role: None = None  # the rules are about both
+    role: None = None  # the rules are about both roles
 
     @property
     def line(self) -> tuple[int, ...]:
@@ -46,7 +46,7 @@ _MODEL = ("model_type", "num_layers", "num_kv_heads", "head_dim", "vocab_size", 
     fix="use the same model folder on both sides",
 )
 def model_equal(pair: PairFacts) -> Violation | None:
-    """Find two models. Only what shapes the KV is compared."""
+    """Find two models. Only properties that determine the KV are compared."""
     prefill = pair.prefill.model
     decode = pair.decode.model
     if prefill is None or decode is None:
@@ -113,7 +113,7 @@ def strategy_equal(pair: PairFacts) -> Violation | None:
     fix=_SAME,
 )
 def transceiver_equal(pair: PairFacts) -> Violation | None:
-    """Find two backends. The rule transceiver-missing reports a missing one."""
+    """Find two backends. The rule transceiver-missing reports a missing backend."""
     prefill = pair.prefill.transceiver
     decode = pair.decode.transceiver
     if not prefill or not decode or prefill == decode:
@@ -231,7 +231,7 @@ def parallel_needs_trtllm_attention(pair: PairFacts) -> Violation | None:
     fix="use the same parallelism on both sides",
 )
 def pipeline_to_tensor(pair: PairFacts) -> Violation | None:
-    """Find a prefill worker with another pipeline than decode's."""
+    """Find a prefill worker with a pipeline of another size than the decode worker's."""
     size = pair.prefill.size("pipeline_parallel_size")
     if size in (1, pair.decode.size("pipeline_parallel_size")):
         return None
@@ -325,8 +325,8 @@ def speculative_equal(pair: PairFacts) -> Violation | None:
     fix="check output and acceptance rate first",
 )
 def speculative_decode_only(pair: PairFacts) -> Violation | None:
-    """Find drafts of the decode worker alone, as in TensorRT-LLM's files for Qwen3.8
-    (examples/configs/curated).
+    """Find a decode worker that has drafts while the prefill worker has none, as in TensorRT-LLM's
+    files for Qwen3.8 (examples/configs/curated).
     """
     prefill, decode = _speculative(pair)
     if prefill or not decode or pair.prefill.runtime != "PYTHON":
@@ -371,8 +371,8 @@ def speculative_differs(pair: PairFacts) -> Violation | None:
 def bounce_buffer_unset(pair: PairFacts) -> Violation | None:
     """Find the Python transceiver with different numbers of ranks and without a bounce buffer.
 
-    The reports are of GB200 and GB300, and of models with groups of attention heads. KV without
-    heads, of latent attention, is not cut.
+    The reports of slow transfers are of GB200 and GB300, and of models with groups of attention
+    heads. Latent KV has no heads, so its blocks are not split.
     """
     prefill = pair.prefill
     decode = pair.decode
@@ -391,10 +391,10 @@ def bounce_buffer_unset(pair: PairFacts) -> Violation | None:
 
 
 def _windows(facts: RoleFacts) -> list[int] | None:
-    """Return the windows of all layers: a shorter list repeats, and a sequence is never longer than
-    max_seq_len.
+    """Return the windows of all layers; None if all layers see the whole sequence.
 
-    Without the number of layers, return the part that repeats.
+    A list that is shorter than the number of layers repeats. A window is at most max_seq_len,
+    because a sequence is never longer. Without the number of layers, return the part that repeats.
     """
     given = facts.args.get(_WINDOW)
     longest = facts.max_seq_len

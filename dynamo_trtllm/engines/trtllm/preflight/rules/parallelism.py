@@ -41,7 +41,7 @@ def expert_parallel_divides(facts: RoleFacts) -> Violation | None:
     fix="set only moe_expert_parallel_size; the other is derived",
 )
 def moe_split(facts: RoleFacts) -> Violation | None:
-    """Find MoE sizes that contradict each other. TensorRT-LLM derives one that is not set."""
+    """Find MoE sizes that contradict each other. TensorRT-LLM derives a size that is not set."""
     if any((facts.number(key) or 0) < 1 for key in _EXPERTS[:2]):
         return None
     product = math.prod(facts.size(key) for key in _EXPERTS)

@@ -23,7 +23,7 @@ _SAME = (
     fix="start both workers with the same --engine",
 )
 def peer_engine(facts: PeerFacts[RoleFacts]) -> Violation | None:
-    """Find a worker of another engine. The other rules are about workers of this one."""
+    """Find a worker of another engine. The other rules are about workers of this engine."""
     if facts.peer.engine == _ENGINE:
         return None
     return Violation(value=_ENGINE, other=f"{facts.name}: {facts.peer.engine}")

@@ -17,8 +17,8 @@ _DISAGGREGATED = (Role.PREFILL, Role.DECODE)
 _PIPELINED = "cache_transceiver_config.enable_pipelined_transfer"
 _BOUNCE = "cache_transceiver_config.kv_cache_bounce_size_mb"
 _INFLIGHT_CANCEL = "TRTLLM_DISAGG_ENABLE_INFLIGHT_CANCEL"
-_AGENT = "TRTLLM_NIXL_KVCACHE_BACKEND"  # what NIXL transfers through; default: UCX
-# Ways of transferring KV that do not go together with the in-flight cancellation.
+_AGENT = "TRTLLM_NIXL_KVCACHE_BACKEND"  # the library that NIXL uses; default: UCX
+# Modes of KV transfers that can't be combined with in-flight cancellation.
 _WITHOUT_CANCEL = (
     "TRTLLM_DISABLE_KV_CACHE_TRANSFER_OVERLAP",
     "TRTLLM_DISAGG_LAYERWISE",
@@ -145,8 +145,8 @@ def transfer_timeout_short(facts: RoleFacts) -> Violation | None:
     prompt = facts.longest_prompt
     if timeout is None or prompt is None or timeout >= prompt:
         return None
-    # If no load was given, prompts of this length may never come. Then only a value that was set is
-    # reported.
+    # If no load was given, prompts of this length may never come. Then a timeout is reported only
+    # if the user has set it.
     if not facts.is_given(TIMEOUT) and facts.load.isl is None:
         return None
     return Violation(
@@ -315,9 +315,9 @@ def beam_width_python_transceiver(facts: RoleFacts) -> Violation | None:
     ),
 )
 def runtime_auto_candidate(facts: RoleFacts) -> Violation | None:
-    """Find a candidate of which it is not known which transceiver `auto` chooses for this model.
+    """Find a candidate for which it is not known which transceiver `auto` chooses for this model.
 
-    `RoleFacts.is_runtime_uncertain` has the pull requests.
+    See `RoleFacts.is_runtime_uncertain` for the pull requests.
     """
     if not facts.is_runtime_uncertain:
         return None
@@ -341,9 +341,9 @@ def runtime_auto_candidate(facts: RoleFacts) -> Violation | None:
     ),
 )
 def transfer_timeout_crash(facts: RoleFacts) -> Violation | None:
-    """Find a timeout in candidates of which it is known that they crash.
+    """Find a timeout in the candidates that are known to crash.
 
-    Which one is the last is not established.
+    It is not established which candidate is the last that crashes.
     """
     if facts.candidate is None or not 13 <= facts.candidate <= 15:
         return None
@@ -385,8 +385,8 @@ def pipeline_parallel_transfer_timeout(facts: RoleFacts) -> Violation | None:
 def inflight_cancel_transceiver(facts: RoleFacts) -> Violation | None:
     """Find in-flight cancellation where it is rejected.
 
-    Source: _torch/pyexecutor/kv_cache_transceiver.py, main. It checks the backend before it
-    resolves DEFAULT.
+    Source: _torch/pyexecutor/kv_cache_transceiver.py, main. TensorRT-LLM checks the backend before
+    it resolves DEFAULT, so the backend must be NIXL itself.
     """
     if facts.variable(_INFLIGHT_CANCEL) != "1" or not facts.transceiver:
         return None
@@ -461,7 +461,7 @@ def helix_python_transceiver(facts: RoleFacts) -> Violation | None:
     fix="remove it, or set cache_transceiver_config.backend: NIXL and transceiver_runtime: PYTHON",
 )
 def bounce_buffer_cpp(facts: RoleFacts) -> Violation | None:
-    """Find a bounce buffer of the C++ transceiver (pull request 15618)."""
+    """Find a bounce buffer that is set for the C++ transceiver (pull request 15618)."""
     if not facts.is_given(_BOUNCE) or not facts.number(_BOUNCE) or facts.runtime != "CPP":
         return None
     return Violation(other=f"{RUNTIME} {facts.value_with_source(RUNTIME)}")

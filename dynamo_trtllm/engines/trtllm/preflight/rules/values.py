@@ -69,7 +69,7 @@ def encode_only(facts: RoleFacts) -> Violation | None:
 def waiting_queue_policy(facts: RoleFacts) -> Violation | None:
     """Find a misspelled or shortened policy (WaitingQueuePolicy in SchedulerConfig of 1.3.0rc27).
 
-    Another word may be a policy of a newer candidate, so it is only noted as unchecked.
+    Any other word may be a policy of a newer candidate, so this rule does not report it.
     """
     value = facts.args.get(_QUEUE) if _QUEUE in facts.args.leaves else None
     if value is None or str(value) in _QUEUE_POLICIES:
