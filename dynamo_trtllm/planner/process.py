@@ -17,7 +17,7 @@ from dynamo_trtllm.cluster.discovery.discovery_interface import (
     Added,
     Discovery,
     Leadership,
-    Rejected,
+    RejectionChanged,
     Removed,
     SharesChanged,
     Synced,
@@ -182,7 +182,7 @@ class PlannerProcess(Lifecycle):
                     case SharesChanged(table):
                         self._view.set_shares({} if table is None else table.workers)
                     # Without a reason, the record is gone or valid now.
-                    case Rejected(key, str(reason)):
+                    case RejectionChanged(key, str(reason)):
                         log.warning("record %s is rejected: %s", key, reason)
                     case Synced():
                         synced.set()
@@ -216,7 +216,7 @@ class PlannerProcess(Lifecycle):
                     log.warning("another planner may lead by now: this one waits")
                     await self._resign()
                 if self._leadership is None:
-                    self._leadership = await discovery.lead_planners(
+                    self._leadership = await discovery.try_to_lead(
                         self._config.namespace, self._name
                     )
         except (Unreachable, TimeoutError) as exc:

@@ -240,8 +240,8 @@ class EtcdDiscovery:
         record = written_share_table(table)
         return await self._store.put_if_unchanged(share_key(namespace), record, version)
 
-    async def lead_planners(self, namespace: str, name: str) -> EtcdLeadership | None:
-        """See `Discovery.lead_planners`."""
+    async def try_to_lead(self, namespace: str, name: str) -> EtcdLeadership | None:
+        """See `Discovery.try_to_lead`."""
         key = planner_key(namespace)
         # Without this look, each attempt of a planner that waits would create a lease.
         if await self._store.revision_of(key):

@@ -13,7 +13,7 @@ from dynamo_trtllm.cluster.discovery.discovery_interface import (
     Added,
     CardChosen,
     Event,
-    Rejected,
+    RejectionChanged,
     Removed,
     SharesChanged,
 )
@@ -102,7 +102,7 @@ class InstanceCache:
             gone = [shown for shown in self._rejected if shown not in listed_shown]
             for shown in gone:
                 del self._rejected[shown]
-                changes.rejections.append(Rejected(shown, None))
+                changes.rejections.append(RejectionChanged(shown, None))
         missing = [key for key in self._records if key not in listed]
         for key in missing:
             removed_at_s = self._missing.setdefault(key, now_s + self._grace_s)
@@ -270,7 +270,7 @@ class InstanceCache:
                 return
             log.warning("etcd record rejected: %s (key %s)", reason, shown)
         self._rejected[shown] = reason
-        changes.rejections.append(Rejected(shown, reason))
+        changes.rejections.append(RejectionChanged(shown, reason))
 
     def _clear_rejected(self, key: str, changes: _Changes) -> None:
         """Report that a key is no longer rejected, if it was."""
@@ -278,7 +278,7 @@ class InstanceCache:
             return
         shown = shown_key(key)
         if self._rejected.pop(shown, None) is not None:
-            changes.rejections.append(Rejected(shown, None))
+            changes.rejections.append(RejectionChanged(shown, None))
 
 
 class _Changes:
@@ -287,7 +287,7 @@ class _Changes:
     def __init__(self) -> None:
         self.removed: list[Removed] = []
         self.chosen: list[CardChosen] = []
-        self.rejections: list[Rejected] = []
+        self.rejections: list[RejectionChanged] = []
         self.added: list[Added] = []
         self.shares: SharesChanged | None = None
         # Changed models, with the keys of their new and changed instances.

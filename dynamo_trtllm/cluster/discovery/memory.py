@@ -227,8 +227,8 @@ class MemoryDiscovery:
         record = written_share_table(table)
         return self._records.put_if_unchanged(share_key(namespace), record, version)
 
-    async def lead_planners(self, namespace: str, name: str) -> MemoryLeadership | None:
-        """See `Discovery.lead_planners`."""
+    async def try_to_lead(self, namespace: str, name: str) -> MemoryLeadership | None:
+        """See `Discovery.try_to_lead`."""
         key = planner_key(namespace)
         if not self._records.put_if_unchanged(key, name.encode(), 0):
             return None

@@ -137,7 +137,7 @@ async def change_shares(
     """
     for _ in range(_MAX_ATTEMPTS):
         stored = await discovery.read_shares(namespace)
-        if stored.is_other_version:
+        if stored.is_from_incompatible_release:
             # Frontends of that version would reject what this process writes.
             raise VersionMismatch(f"the shares of namespace {namespace} stay: {stored.problem}")
         table = changed_table(
