@@ -125,7 +125,13 @@ def _depth(value: Any) -> int:
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str)
+    """Return a value as text for a note."""
+    if isinstance(value, str):
+        return value
+    try:
+        return json.dumps(value, default=str)
+    except TypeError:
+        return str(value)  # JSON has no keys like a date or a tuple, which YAML has
 
 
 def nested(merged: Mapping[str, SourcedValue]) -> dict[str, Any]:
@@ -398,12 +404,20 @@ def as_yaml(leaves: Mapping[str, SourcedValue]) -> str:
 
 def _yaml_lines(level: Mapping[str, Any], indent: str) -> Iterable[str]:
     for key, child in level.items():
-        name = _flow(key)
+        name = _key(key)
         if isinstance(child, SourcedValue):
             yield f"{indent}{name}: {_flow(child.value)}  # {child.source}\n"
         else:
             yield f"{indent}{name}:\n"
             yield from _yaml_lines(child, indent + "  ")
+
+
+def _key(key: str) -> str:
+    """Return a key as YAML in one line, because a key with `:` behind it must not have more."""
+    if "\n" not in key:
+        return _flow(key)
+    text: str = yaml.safe_dump(key, default_style='"', width=float("inf"))
+    return text.strip()
 
 
 def _flow(value: Any) -> str:
