@@ -147,20 +147,22 @@ class RecordingQueries:
         """
         inbox = self.transport.new_inbox()
         unsubscribe = await self.transport.subscribe(inbox, self._receive)
-        for sender in self._senders.values():
-            sender.is_complete = False
-        self._asked_ns = time.monotonic_ns()
-        addressed = msgspec.structs.replace(query, inbox=inbox)
-        self.transport.publish(recordings_subject(self.namespace), encode(addressed))
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await asyncio.sleep(settle_s)
-                while not self._has_all_answers():
-                    self._has_received.clear()
-                    await self._has_received.wait()
+        try:
+            for sender in self._senders.values():
+                sender.is_complete = False
+            self._asked_ns = time.monotonic_ns()
+            addressed = msgspec.structs.replace(query, inbox=inbox)
+            self.transport.publish(recordings_subject(self.namespace), encode(addressed))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await asyncio.sleep(settle_s)
+                    while not self._has_all_answers():
+                        self._has_received.clear()
+                        await self._has_received.wait()
+        finally:
+            await unsubscribe()
         # If a worker has not answered one query, later queries do not wait for the worker.
         self._expected &= self._answered
-        await unsubscribe()
 
     def _has_all_answers(self) -> bool:
         if not self._expected <= self._answered:
@@ -240,9 +242,9 @@ def _recording(sender: _Sender, offset: ClockOffset, boot: bytes) -> ProcessReco
     entries: dict[int, Entry] = {}
     for slots in sender.slots:
         entries.update(read_slots(slots, offset.ns))
-    alive_ns = 0  # the process has not written this time yet
-    if header.alive_ns:
-        alive_ns = header.alive_ns + offset.ns
+    # These times are 0 if the process has not written or sent them yet.
+    alive_ns = header.alive_ns + offset.ns if header.alive_ns else 0
+    oldest_ns = sender.oldest_ns + offset.ns if sender.oldest_ns else 0
     converted = header._replace(
         monotonic_ns=header.monotonic_ns + offset.ns, alive_ns=alive_ns, boot_id=boot
     )
@@ -251,7 +253,7 @@ def _recording(sender: _Sender, offset: ClockOffset, boot: bytes) -> ProcessReco
         state=ProcessState.RUNNING,
         silent_s=0.0,
         num_overwritten=sender.num_overwritten,
-        oldest_ns=sender.oldest_ns + offset.ns,
+        oldest_ns=oldest_ns,
         entries=[entries[number] for number in sorted(entries)],
         host=sender.host,
         clock_error_s=offset.error_s,
