@@ -73,6 +73,9 @@ async def connect(url: str, tls: ssl.SSLContext | None = None) -> Connection:
         ValueError: the URL is not valid.
     """
     parts = urllib.parse.urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        # The URL is not in the text, because it may have a password.
+        raise ValueError("the URL has no host, or a scheme other than http and https")
     default_port = _HTTP_PORT
     context: ssl.SSLContext | None = None
     if parts.scheme == "https":
@@ -83,7 +86,7 @@ async def connect(url: str, tls: ssl.SSLContext | None = None) -> Connection:
         async with _limited(_CONNECT_TIMEOUT_S):
             reader, writer = await asyncio.open_connection(parts.hostname, port, ssl=context)
     except ssl.SSLCertVerificationError as exc:
-        host = parts.hostname or ""
+        host = parts.hostname
         # Only the context of `own_server_context` does not check the host name. It trusts the
         # certificate of one file. `untrusted` advises to set SSL_CERT_FILE, which has no effect on
         # this context.
