@@ -39,8 +39,8 @@ log = logging.getLogger(__name__)
 # The shortest and the longest pause between two checks for acknowledgments.
 _SHORTEST_WAIT_S = 0.0002
 _MAX_WAIT_S = 0.005
-# The listener checks for this time after the last transfer has ended. Some transports need
-# this to serve late readers.
+# The listener checks for this time after the last transfer has ended. Some transports need this
+# to serve late readers.
 _LINGER_S = 2.0
 
 
