@@ -132,19 +132,18 @@ def decide(
     """Decide which shares elastic workers should have, from what is predicted for the next seconds.
 
     * The shares stay while they are predicted to keep both limits with headroom.
-    * Otherwise the elastic workers are split: some get only decode calls, and the others get only
-      prefill calls. The first split counts that keeps both limits with headroom, beginning with few
-      workers for decode. The prediction includes the prompts that wait and those that arrive. If
-      the number of streams grows, it uses the number that is expected after AHEAD_S.
-    * If no split keeps both limits with headroom, the split that comes nearest to the limits is
-      taken.
+    * Otherwise the elastic workers are split: some get only decode calls, the others only prefill
+      calls. Beginning with few workers for decode, the first split is taken that keeps both limits
+      with headroom. Prompts that wait and prompts that arrive count. If the number of streams
+      grows, the number that is expected after AHEAD_S counts.
+    * If no split keeps both limits with headroom, the one that comes nearest to them is taken.
     * If that split misses a limit, and undivided workers would keep both limits with headroom, the
       elastic workers are not split: all get both kinds of calls. This is the last resort, because
       once all workers have streams, a split becomes effective only as these streams end.
     * Each kind of call has at least one worker.
     * A change has to lower `largest_part` by the fraction MIN_GAIN. It is made when it was better
-      for HOLD_S, and MIN_INTERVAL_S have passed since the last change. If one kind of call has no
-      worker, the change is made at once.
+      for HOLD_S, and MIN_INTERVAL_S have passed since the last change. It is made at once if one
+      kind of call has no worker.
     * The workers with the fewest streams turn to prefill, and those with the fewest prompt tokens
       turn to decode. Shares steer only new calls: running streams stay where they are. If other
       workers compute prompts, a worker that turns to prefill gets fewer prompts until its streams
@@ -157,11 +156,10 @@ def decide(
         limits: the limits. If an idle worker needs more than MAX_PART of a limit for one request,
             twice this time replaces the limit. If it needs more than the limit, `unreachable` names
             the limit.
-        history: the history after the last decision, or `History()` at the start.
+        history: the history of the last decision, or `History()` at the start.
 
     Returns:
-        The decision, and the history for the next decision. The history assumes that the changes of
-        this decision are made.
+        The decision, and the history for the next decision, if its changes are made.
 
     Raises:
         ConfigError: a limit is not a number above 0.
