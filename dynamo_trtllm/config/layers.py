@@ -85,9 +85,8 @@ def merge(sources: Iterable[Source]) -> Merged:
     for source in sources:
         for key, value in _leaves(source.values):
             _check_depth(key, value, source.name)
-            is_mapping_already = any(known.startswith(f"{key}.") for known in merged)
-            if value == {} and is_mapping_already:
-                continue  # an empty mapping adds nothing to the mapping
+            if value == {} and any(known.startswith(f"{key}.") for known in merged):
+                continue  # `key` is a mapping already, and an empty mapping adds nothing to it
             for overridden in _overridden_keys(merged, key):
                 old = merged.pop(overridden)
                 if old.value != value and old.source not in defaults:

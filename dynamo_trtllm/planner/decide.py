@@ -148,8 +148,7 @@ def decide(
       turn to decode. Shares steer only new calls: running streams stay where they are. If other
       workers compute prompts, a worker that turns to prefill gets fewer prompts until its streams
       have ended.
-    * Workers that have not reported lately keep their shares, and are not counted. Workers of fixed
-      roles are counted.
+    * Workers that have not reported lately keep their shares, and do not count. Fixed roles count.
 
     Args:
         observation: what is known of the workers.
