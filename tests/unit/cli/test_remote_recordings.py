@@ -161,7 +161,7 @@ async def test_inquiry_when_cancelled_then_it_has_no_subscription() -> None:
     assert not transport._bus._subscriptions
 
 
-async def test_inquiry_when_the_last_part_is_missing_then_the_oldest_time_is_unknown(
+async def test_inquiry_without_the_last_part_has_no_oldest_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     transport = InprocTransport()

@@ -84,7 +84,7 @@ def test_merge_reports_an_overridden_value_with_places():
 
 
 @pytest.mark.parametrize("key", [datetime.date(2001, 1, 1), (1, 2)])
-def test_merge_reports_an_overridden_mapping_with_a_key_that_json_has_not(key):
+def test_merge_reports_an_overridden_mapping_with_odd_keys(key):
     notes = merged({"a": {key: 1}}, {"a": 5}).notes
     assert notes == [f"b 5 overrides a { ({key: 1}) } of a"]
 
@@ -117,7 +117,7 @@ def test_as_yaml_reads_back_equal_with_sources(tmp_path):
 
 
 @pytest.mark.parametrize("values", [{"a\nb": 1}, {"a\n": {"\nb": "c\nd"}}])
-def test_as_yaml_when_a_key_has_line_breaks_then_it_reads_back_equal(tmp_path, values):
+def test_as_yaml_with_line_breaks_in_keys_reads_back_equal(tmp_path, values):
     path = tmp_path / "out.yaml"
     path.write_text(as_yaml(merge([Source(values, "YAML x")]).leaves))
     assert read_yaml(path) == values
