@@ -1,4 +1,4 @@
-"""Decide by its API key whether a request is served, and read the keys again when they change."""
+"""Decide by the API key of a request whether to serve it, and reload keys that have changed."""
 
 from __future__ import annotations
 
@@ -24,19 +24,21 @@ from dynamo_trtllm.support.file_watch import FileWatch
 from dynamo_trtllm.support.http_server.exchange import HttpRequest, HttpResponse
 from dynamo_trtllm.support.network.addresses import is_loopback
 
-# Orchestrators ask these, and have no key. They reveal nothing but the state of this process.
+# Orchestrators request these paths, and have no key. The answers reveal only whether this process
+# is live and ready.
 PUBLIC_PATHS: Final = frozenset({"/live", "/ready"})
-# These pages need no key: the user types one there, with which they get their data.
+# These pages need no key. The user types a key into a page, and the page sends it for its data.
 CONSOLE_PAGE: Final = "/"
 DOCS_PAGE: Final = "/docs"
 CONSOLE_FILES: Final = "/console/files/"
 _CONSOLE: Final = "/console/"
 _STATUS_PATHS: Final = frozenset({"/health", "/metrics"})
 _OPEN_TO_ALL_KEYS: Final = frozenset({"/openapi.json"})
-_API: Final = frozenset({"api", "all"})  # scopes of keys that are for requests to models
-_STATUS: Final = frozenset({"status", "all"})  # scopes of keys that show the state
-_MAX_CACHED_SCOPES: Final = 4096  # keys
-_BLANKS: Final = " \t"  # that a header may have around a value; `strip` alone removes more
+_API: Final = frozenset({"api", "all"})  # scopes of keys that may send requests to models
+_STATUS: Final = frozenset({"status", "all"})  # scopes of keys that may read the state
+_MAX_CACHED_HASHES: Final = 4096  # most keys whose hash is cached
+# The blanks that a header may have around a value. `strip` without arguments removes more.
+_BLANKS: Final = " \t"
 _SEND_KEY = "send one in the header Authorization: Bearer KEY"
 _OTHER_MACHINE = (
     "this worker shows its state only to programs of its own machine; start it with --api-keys-file"
@@ -46,7 +48,7 @@ _OTHER_MACHINE = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tenant:
-    """The sender of a request: an API key, and what counts the usage of this key."""
+    """The sender of a request: an API key, and the object that counts the usage of the key."""
 
     key: ApiKey
     usage: KeyUsage | None  # None: the key has no limits
@@ -65,17 +67,18 @@ class Tenant:
             )
 
     def scoped(self, name: str) -> str:
-        """Return a hash of key and name, so that the same name of two keys gives two results."""
+        """Return a hash of key and name. Two keys get different hashes for the same name."""
         return _scoped(self.key.name, name) if name else _scope_of(self.key.name)
 
     def priority(self, requested: int | None) -> int:
         """Return the priority of a request.
 
         Args:
-            requested: the value in the request; None: it has none. Lower values are served first.
+            requested: the priority in the request. None: the request has no priority. Requests with
+                lower values are served first.
 
         Raises:
-            PermissionDenied: the value is lower than that of the key.
+            PermissionDenied: the priority is lower than that of the key.
         """
         if requested is None:
             return self.key.priority
@@ -92,14 +95,14 @@ def _scoped(key_name: str, name: str) -> str:
     return hashlib.sha256(f"{key_name}\0{name}".encode()).hexdigest()[:32]
 
 
-@lru_cache(maxsize=_MAX_CACHED_SCOPES)
+@lru_cache(maxsize=_MAX_CACHED_HASHES)
 def _scope_of(key_name: str) -> str:
-    """Return the hash of a key and an empty name, which most requests need."""
+    """Return the hash of a key and an empty name. Most requests need this hash."""
     return _scoped(key_name, "")
 
 
 def tenant_of(request: HttpRequest) -> Tenant | None:
-    """Return the sender of a request; None if it is not known, because no keys are needed."""
+    """Return the sender of a request, or None if requests need no key."""
     return request.sender if isinstance(request.sender, Tenant) else None
 
 
@@ -114,40 +117,43 @@ class AccessControl:
 
         Args:
             config: names the keys and their file.
-            table: memory for the usage of keys, which all processes of the frontend share. Default:
-                that of this process.
+            table: the memory for the usage of keys, which all processes of the frontend share.
+                Default: memory of this process only.
 
         Raises:
-            ConfigError: the file of keys is wrong, can't be read, or has the name or the hash of a
-                key of the settings.
+            ConfigError: the file of keys is wrong or can't be read, or a key in it has the name or
+                the hash of a key of the settings.
         """
         self.needs_api_key = config.needs_api_key
         self._needs_certificate = config.needs_certificate
-        self.has_console = False  # it serves the console, whose page and files need no key
-        # The usage of keys. None: there is no file of keys, and no other keys have limits.
+        # True: the server has the console. Its page and files need no key.
+        self.has_console = False
+        # The usage of keys. None: there is no file of keys. Only keys of a file have limits.
         self.usage: UsageTable | None = None
         self._allows_anonymous = config.allow_anonymous
-        self._from_settings: dict[bytes, Tenant] = {}  # by digest of the key, as in `_tenants`
+        # The keys of the settings, by digest of the key.
+        self._from_settings: dict[bytes, Tenant] = {}
         for key in config.api_key:
             digest = digest_of(key)
-            # Stored responses are found by this name, so it must not depend on the key's place in
-            # the list, which may change.
+            # Stored responses are found by this name. So the name must not depend on the place of
+            # the key in the list, because this place may change.
             name = f"api-key-{digest.hex()[:8]}"
             named = ApiKey(name=name, sha256=digest.hex(), scope="all")
             self._from_settings[digest] = Tenant(named, None)
+        # All keys, by digest of the key.
         self._tenants: Mapping[bytes, Tenant] = self._from_settings
-        # Counts an event: the name of a metric, and the value of its label.
+        # Counts an event in a metric. The arguments are the name of the metric and its label.
         self.count: Callable[[str, str], None] = _do_nothing
         self._watch: FileWatch[KeysFile] | None = None
         if config.api_keys_file is not None:
             self.usage = table or UsageTable()
-            # It reads the file now, and again when it changes.
+            # This reads the file now, and again when it has changed.
             self._watch = FileWatch(
-                "API keys",
-                [config.api_keys_file],
-                partial(self._read, config.api_keys_file),
-                self._use,
-                lambda outcome: self.count("api_keys_reloads_total", outcome),
+                what="API keys",
+                paths=[config.api_keys_file],
+                read=partial(self._read, config.api_keys_file),
+                use=self._use,
+                count=lambda outcome: self.count("api_keys_reloads_total", outcome),
             )
 
     # --- the check of a request -------------------------------------------------------------------
@@ -156,7 +162,7 @@ class AccessControl:
         """Check a request to a frontend before its body is read, count it, and note its sender.
 
         Raises:
-            InvalidApiKey: it has no key, or not one that is valid now.
+            InvalidApiKey: the request has no key that is valid now.
             PermissionDenied: the key is not for this path, or the client has no certificate.
             RateLimitExceeded: the key has sent too many requests.
         """
@@ -185,8 +191,8 @@ class AccessControl:
         """Check the sender of a request that is being answered, without counting it.
 
         Raises:
-            InvalidApiKey: its key is not valid any more.
-            PermissionDenied: its key has got another scope.
+            InvalidApiKey: the key of the request is no longer valid.
+            PermissionDenied: the key is no longer for this path.
         """
         if self.needs_api_key:
             self._authorized(request, _scopes(request.path))
@@ -194,14 +200,14 @@ class AccessControl:
     def check_status(self, request: HttpRequest, response: HttpResponse) -> None:
         """Check a request to a worker's system port, and note its sender if it has a key.
 
-        Processes of this machine need no key, unless they may be a browser that runs a web page of
-        another server. With --allow-anonymous, no client needs one. The handlers of /sleep and
-        /wake check again who may use these.
+        Processes of this machine need no key, unless the process may be a browser that runs a web
+        page of another server. With --allow-anonymous, no client needs a key. The handlers of
+        /sleep and /wake also check who may use these paths.
 
         Raises:
-            InvalidApiKey: it has no key, or not one that is valid now.
-            PermissionDenied: the key is not for the status of processes, the request may be from a
-                page, or the client has no certificate.
+            InvalidApiKey: the request needs a key, and has no key that is valid now.
+            PermissionDenied: the key is not for the status of processes, the request may come from
+                a web page, or the client has no certificate.
         """
         if request.path in PUBLIC_PATHS or self._allows_anonymous:
             return
@@ -210,8 +216,9 @@ class AccessControl:
         if is_local and possible_page_host is None:
             return
         try:
-            # A browser sends its certificate with the requests of every page, and a page may send
-            # any key. So only a key that is checked shows that the client is no page.
+            # The request may come from a web page. A certificate does not exclude this, because a
+            # browser sends it with the requests of every page. A valid key does exclude it, because
+            # a page does not know one.
             if is_local and not (self.needs_api_key and _key_of(request)):
                 or_key = ", or send an API key" if self.needs_api_key else ""
                 raise PermissionDenied(
@@ -239,7 +246,7 @@ class AccessControl:
         """Return the sender of a request whose path needs a key with one of these scopes.
 
         Raises:
-            InvalidApiKey: it has no key, or not one that is valid now.
+            InvalidApiKey: the request has no key that is valid now.
             PermissionDenied: the key has another scope.
         """
         tenant = self._tenant(request)
@@ -251,12 +258,12 @@ class AccessControl:
         return tenant
 
     def _tenant(self, request: HttpRequest) -> Tenant:
-        """Return the sender of a request by its key. Raises InvalidApiKey."""
+        """Return the sender to whom the key of a request belongs. Raises InvalidApiKey."""
         key = _key_of(request)
         if not key:
             raise InvalidApiKey(f"this server needs an API key; {_SEND_KEY}")
         tenant = None
-        # A longer one is no key, and its hash would take time.
+        # A longer text can't be a key. It is not hashed, because that would take time.
         if len(key) <= MAX_KEY_CHARS:
             tenant = self._tenants.get(digest_of(key))
         if tenant is None:
@@ -276,7 +283,7 @@ class AccessControl:
     async def reload(self) -> None:
         """Read the file of keys again if it has changed.
 
-        If it can't be read, the keys before it stay valid.
+        If the file can't be read, the former keys stay valid.
         """
         if self._watch is not None:
             await self._watch.reload()
@@ -307,10 +314,10 @@ def _do_nothing(metric: str, label: str) -> None: ...
 
 
 def _key_of(request: HttpRequest) -> str:
-    """Return the key that a request has in a header of OpenAI's or Anthropic's API; "": none."""
+    """Return the key in the header that OpenAI's or Anthropic's API uses, or "" without a key."""
     authorization = request.header(b"authorization")
     if authorization is None:
         return (request.header(b"x-api-key") or "").strip(_BLANKS)
-    # This header wins over x-api-key, even if it is empty or has another scheme.
+    # The header Authorization overrides x-api-key, even if it is empty or has another scheme.
     scheme, _, key = authorization.partition(" ")
     return key.strip(_BLANKS) if scheme.lower() == "bearer" else ""

@@ -1,11 +1,12 @@
-"""Count what each API key uses, over all processes of a frontend, and reject what is too much.
+"""Count the usage of each API key over all processes of a frontend, and enforce its limits.
 
-The processes share memory. Each writes only its own part of it and reads those of all, so there are
-no locks, and a process that stops or dies delays no other one. A process counts first and checks
-the sum of all parts afterwards. So requests that arrive at several processes at the same moment
-never exceed a limit together, though all of them may be rejected.
+The processes share memory. Each process writes only its own part of the memory and reads the parts
+of all. So no locks are needed, and a process that stops or dies does not delay the others. A
+process first counts a request, and then checks the sum of all parts. So if requests arrive at
+several processes at the same moment, they never exceed a limit together, but all of them may be
+rejected.
 
-What the keys use at other frontends is in `OtherFrontends`, and counts, too.
+The usage of keys at other frontends counts, too. It is in `OtherFrontends`.
 """
 
 from __future__ import annotations
@@ -31,30 +32,31 @@ _NUM_SLOTS = 16
 _WINDOW_S: Final = SLOT_S * _NUM_SLOTS
 # A row counts the usage of one key in one process. Its numbers, by their offset:
 #   0               id of the key
-#   _RUNNING        generations that run or wait
+#   _RUNNING        number of generations that run or wait
 #   _NEWEST         newest slot that was counted
-#   _REQUESTS       requests of the 16 slots up to the newest one; the numbers of each slot follow
-#   _TOKENS         the same of tokens
+#   _REQUESTS       requests in the 16 slots up to the newest slot; the number of each slot follows
+#   _TOKENS         tokens in the 16 slots up to the newest slot; the number of each slot follows
 _RUNNING = 1
 _NEWEST = 2
 _REQUESTS = 3
 _TOKENS = _REQUESTS + 1 + _NUM_SLOTS
 _ROW_SIZE = _TOKENS + 1 + _NUM_SLOTS
-# Keys with limits that a process has seen since its start, including those that were removed.
+# Most keys with limits that a process can count since its start. Removed keys count, too.
 _MAX_ROWS = 32_768
-_PART_HEAD_SIZE = 2  # numbers of a process before its rows: how many rows it has, and its id
+# Two numbers stand before the rows of a process: how many rows it has, and its id.
+_PART_HEAD_SIZE = 2
 _PART_SIZE = _PART_HEAD_SIZE + _MAX_ROWS * _ROW_SIZE
 _NUMBER_BYTES = 8
-_HEAD_SIZE = 1  # numbers before the parts: the id of the frontend
-_MAX_REPORTED = 4096  # keys in one report
-_RETRY_S = 1  # for a limit whose end is not known
-_ABOUT: Final = ("limit", "remaining", "reset")  # what the headers of a limit say
+_HEAD_SIZE = 1  # one number stands before the parts: the id of the frontend
+_MAX_REPORTED = 4096  # most keys in one report
+_RETRY_S = 1  # a client should retry after this time if it is not known when the limit ends
+_ABOUT: Final = ("limit", "remaining", "reset")  # a limit has a header for each of these
 
 
 def shared_memory(num_processes: int) -> int:
-    """Return a file in memory for the parts of so many processes. The caller closes it.
+    """Return a file in memory for the parts of all processes of a frontend. The caller closes it.
 
-    The file takes space only for what was written.
+    The file takes space only for the pages that were written.
     """
     file = os.memfd_create("api-key-usage")
     os.ftruncate(file, (_HEAD_SIZE + num_processes * _PART_SIZE) * _NUMBER_BYTES)
@@ -63,7 +65,7 @@ def shared_memory(num_processes: int) -> int:
 
 
 def _new_id() -> int:
-    """Return a random id of a frontend or a process. It is positive."""
+    """Return a random positive id for a frontend or a process."""
     return secrets.randbits(62) + 1
 
 
@@ -71,9 +73,10 @@ class UsageTable:
     """The memory that the processes of a frontend share.
 
     Args:
-        file: of `shared_memory`, which may be closed afterwards. None: this is the only process.
-        number: of this process, from 1.
-        num_processes: of the frontend.
+        file: the file of `shared_memory`, which may be closed afterwards. None: the frontend has
+            only this process.
+        number: number of this process, counted from 1.
+        num_processes: number of processes of the frontend.
         clock: returns seconds of a monotonic clock that all processes share.
     """
 
@@ -87,12 +90,13 @@ class UsageTable:
         size = (_HEAD_SIZE + num_processes * _PART_SIZE) * _NUMBER_BYTES
         memory = mmap.mmap(-1 if file is None else file, size)
         self.numbers = memoryview(memory).cast("q")
-        # Without a file, the memory is new, so this is 0.
+        # 0: there is no file, so the memory is new.
         shared_id = self.numbers[0]
         self.frontend_id = shared_id or _new_id()
         self.clock = clock
         self.others = OtherFrontends(clock)
-        # Ids of the keys whose usage may have changed since the last report, the oldest first.
+        # The ids of keys whose usage may have changed since the last report, the oldest change
+        # first.
         self._changed: dict[int, None] = {}
         self._own = _ProcessPart(self.numbers, number - 1)
         self._other_parts = [
@@ -100,14 +104,15 @@ class UsageTable:
             for index in range(num_processes)
             if index != number - 1
         ]
-        # After a crash, this process takes over the part and the id of the crashed one. So its
-        # reports replace those of the crashed one, which count generations that have ended.
+        # After a crash, this process takes over the part and the id of the crashed process. So the
+        # reports of this process replace those of the crashed process, which count generations that
+        # have ended.
         self.process_id = self._own.process_id()
         for key_id in self._own.end_generations():
             self.changed(key_id)
 
     def usage(self, key: ApiKey) -> KeyUsage | None:
-        """Return what counts the usage of a key; None if it has no limits.
+        """Return the object that counts the usage of a key. None: the key has no limits.
 
         Raises:
             ConfigError: there were too many keys since the start.
@@ -115,7 +120,7 @@ class UsageTable:
         return KeyUsage(key, self) if key.has_limits else None
 
     def own_row(self, key_id: int) -> int:
-        """Return the place of a key's row in the part of this process. Create it if necessary."""
+        """Return the place of a key's row in the part of this process. Add a row if necessary."""
         row = self._own.find(key_id)
         return self._own.add(key_id) if row is None else row
 
@@ -125,13 +130,13 @@ class UsageTable:
         return [row for row in found if row is not None]
 
     def changed(self, key_id: int) -> None:
-        """Note that the usage of a key may have changed. Reports have it until it is 0."""
+        """Note that the usage of a key may have changed. Reports have the key until it uses 0."""
         self._changed[key_id] = None
 
     def totals(self) -> dict[int, KeyTotals]:
         """Return what keys use in this process, by id of the key, for a report.
 
-        Only keys whose usage may have changed, and at most _MAX_REPORTED at once.
+        The result has only keys whose usage may have changed, and at most _MAX_REPORTED keys.
         """
         slot = int(self.clock() / SLOT_S)
         totals: dict[int, KeyTotals] = {}
@@ -144,27 +149,27 @@ class UsageTable:
             )
             del self._changed[key_id]
             if totals[key_id] != KeyTotals():
-                # Without further requests, the usage falls as minutes pass. So later reports have
-                # this key, too, until its usage is 0. It goes to the end, so that the limit leaves
-                # out other keys each time.
+                # Even without further requests, the usage changes: it falls as time passes. So
+                # later reports have this key, too, until its usage is 0. The key goes to the end,
+                # so that each report leaves out other keys if there are too many.
                 self._changed[key_id] = None
         return totals
 
     def minute(self, row: int, sum_offset: int, slot: int) -> int:
-        """Return the sum of the minute that ends with a slot.
+        """Return the sum over the minute that ends with a slot.
 
         Args:
             row: place of the row of a key.
             sum_offset: offset of the sum of requests or of tokens in a row.
-            slot: the slot of now, or a later one.
+            slot: the current slot, or a later slot.
         """
         numbers = self.numbers
         newest = numbers[row + _NEWEST]
         if newest <= slot - _NUM_SLOTS:
             return 0
         total = numbers[row + sum_offset]
-        # The process updates the sum only when it counts something, so it is that of the minute up
-        # to `newest`. Subtract the slots that have left the minute since.
+        # A process updates the sum only when it counts something. So the stored sum is that of the
+        # minute that ends with `newest`. Subtract the slots that have left the minute since then.
         first_in_sum = newest - _NUM_SLOTS + 1
         first_wanted = slot - _NUM_SLOTS + 1
         for passed in range(first_in_sum, first_wanted):
@@ -178,16 +183,17 @@ class UsageTable:
 
 
 class _ProcessPart:
-    """The part of one process. Its rows stay where they are, and only that process adds some."""
+    """The part of one process. Only this process adds rows, and rows never move."""
 
     def __init__(self, numbers: memoryview, index: int) -> None:
         self._numbers = numbers
         self._begin = _HEAD_SIZE + index * _PART_SIZE
-        self._rows: dict[int, int] = {}  # place by key id, of the rows that were read or added
-        self._num_read = 0  # rows
+        # The places of the rows that were read or added, by id of the key.
+        self._rows: dict[int, int] = {}
+        self._num_read = 0  # number of rows that were read
 
     def find(self, key_id: int) -> int | None:
-        """Return the place of a key's row; None if there is none."""
+        """Return the place of a key's row, or None if the key has no row."""
         num_rows = self._numbers[self._begin]
         for index in range(self._num_read, num_rows):
             row = self._row(index)
@@ -196,7 +202,7 @@ class _ProcessPart:
         return self._rows.get(key_id)
 
     def add(self, key_id: int) -> int:
-        """Add a row."""
+        """Add a row for a key, and return its place."""
         num_rows = self._numbers[self._begin]
         if num_rows == _MAX_ROWS:
             raise ConfigError(
@@ -212,7 +218,7 @@ class _ProcessPart:
         return row
 
     def process_id(self) -> int:
-        """Return the id of the process for its reports. It is the same after a crash."""
+        """Return the id of the process for its reports. After a crash, the id is the same."""
         place = self._begin + 1
         self._numbers[place] = self._numbers[place] or _new_id()
         return self._numbers[place]
@@ -237,8 +243,8 @@ class KeyUsage:
         self._table = table
         self._numbers = table.numbers
         self._num_processes = table.num_processes
-        # The headers of each limit per minute: its name, the offset of its sum in a row, the limit,
-        # and the names of the headers.
+        # For each limit per minute: the offset of its sum in a row, the limit, the limit as text,
+        # and the names of its headers.
         self._limits = [
             (sum_offset, limit, str(limit), [f"x-ratelimit-{about}-{name}" for about in _ABOUT])
             for name, sum_offset, limit in (
@@ -247,7 +253,8 @@ class KeyUsage:
             )
             if limit is not None
         ]
-        # 64 bits of the hash: two of 32,768 keys share them with a chance of 1 to 30 billion.
+        # These are 64 bits of the hash of the key. The chance that any two of 32,768 keys have the
+        # same bits is 1 to 30 billion.
         self._id = int.from_bytes(bytes.fromhex(key.sha256)[:8], "big", signed=True)
         self._own = table.own_row(self._id)
         self._all_rows = [self._own]
@@ -256,12 +263,12 @@ class KeyUsage:
         """Count a request.
 
         Raises:
-            RateLimitExceeded: there were too many in the last minute. It is not counted.
+            RateLimitExceeded: there were too many in the last minute. This request is not counted.
         """
         self._add("requests", _REQUESTS, 1, self._key.requests_per_minute)
 
     def check(self) -> None:
-        """Check that the key has tokens and generations left, before anything else is done.
+        """Check that the key has tokens and generations left, before a request takes any work.
 
         Raises:
             RateLimitExceeded: one of these limits is reached.
@@ -275,13 +282,13 @@ class KeyUsage:
                 raise self._all_running()
 
     def charge(self, generations: int, tokens: int) -> Charge:
-        """Count a request's generations as running, and the most tokens that it may take.
+        """Count the generations of a request as running, and the most tokens that it may take.
 
         The caller closes the charge at the end of the request.
 
         Raises:
             ExceedsKeyLimit: this request alone is more than a limit allows.
-            RateLimitExceeded: they are too many now. They are not counted.
+            RateLimitExceeded: a limit is reached now. Nothing is counted.
         """
         self._check_fits(generations, tokens)
         limit = self._key.concurrent_generations
@@ -305,8 +312,8 @@ class KeyUsage:
         if difference > 0:
             self._count(_TOKENS, newest, difference)
         elif charge.slot > newest - _NUM_SLOTS:
-            # Unused tokens are given back in the slot where they were charged. A negative number in
-            # a later slot would still count after the charge has left the minute.
+            # Unused tokens are subtracted in the slot where they were charged. In a later slot, the
+            # negative number would still count after the charge has left the minute.
             self._count(_TOKENS, charge.slot, difference)
 
     def headers(self) -> dict[str, str]:
@@ -314,7 +321,7 @@ class KeyUsage:
         headers: dict[str, str] = {}
         now_s = self._table.clock()
         slot = int(now_s / SLOT_S)
-        # Everything that was counted so far is forgotten after this time.
+        # After this time, nothing of what was counted so far is in the minute.
         reset = f"{(slot + _NUM_SLOTS) * SLOT_S - now_s:.1f}s"
         for sum_offset, limit, limit_text, (limit_name, remaining_name, reset_name) in self._limits:
             headers[limit_name] = limit_text
@@ -325,19 +332,19 @@ class KeyUsage:
     # ----------------------------------------------------------------------------------------------
 
     def _rows(self) -> list[int]:
-        """Return the places of this key's rows, that of this process first."""
+        """Return the places of this key's rows. The row of this process comes first."""
         if len(self._all_rows) < self._num_processes:
             self._all_rows = [self._own, *self._table.other_rows(self._id)]
         return self._all_rows
 
     def _add(self, what: str, sum_offset: int, count: int, limit: int | None) -> int:
-        """Add to the newest slot, and return that slot.
+        """Add a number to the current slot, and return this slot.
 
         Args:
-            what: the name of what is counted, for the error.
-            sum_offset: the offset of its sum in a row.
-            count: how many are added.
-            limit: the limit per minute; None: there is none.
+            what: "requests" or "tokens", for the error.
+            sum_offset: the offset of the sum of requests or of tokens in a row.
+            count: the number that is added.
+            limit: the limit per minute, or None if there is no limit.
 
         Raises:
             RateLimitExceeded: this would exceed the limit. Nothing is added.
@@ -350,7 +357,7 @@ class KeyUsage:
         return slot
 
     def _count(self, sum_offset: int, slot: int, count: int) -> None:
-        """Add to a slot of the minute, and to its sum."""
+        """Add a number to a slot of the minute, and to the sum of the minute."""
         self._table.changed(self._id)
         self._numbers[self._own + sum_offset] += count
         self._numbers[self._own + sum_offset + 1 + slot % _NUM_SLOTS] += count
@@ -359,7 +366,10 @@ class KeyUsage:
         return int(self._table.clock() / SLOT_S)
 
     def _advance(self) -> int:
-        """Return the slot of now, and clear those that have begun since the last call."""
+        """Return the current slot, and clear the places of slots that are new since the last call.
+
+        Each slot takes the place of the slot before the minute.
+        """
         numbers = self._numbers
         own = self._own
         slot = self._slot()
@@ -378,15 +388,16 @@ class KeyUsage:
         return slot
 
     def _sum(self, sum_offset: int, slot: int) -> int:
-        """Return the sum of the minute that ends with a slot, over all processes and frontends.
+        """Return the sum over the minute that ends with a slot, of all processes and frontends.
 
         Args:
             sum_offset: offset of the sum of requests or of tokens in a row.
-            slot: the slot of now, or a later one.
+            slot: the current slot, or a later slot.
         """
         others = self._table.others.total(self._id)
         total = others.requests if sum_offset == _REQUESTS else others.tokens
-        # This runs five times per request, mostly for one row that was counted in this slot.
+        # This runs five times per request. Most times, there is one row, and its newest slot is
+        # this slot.
         numbers = self._numbers
         for row in self._rows():
             if numbers[row + _NEWEST] == slot:
@@ -402,7 +413,7 @@ class KeyUsage:
         return total
 
     def _check_fits(self, generations: int, tokens: int) -> None:
-        """Raise ExceedsKeyLimit if a request of this size can't fit into the limits at any time."""
+        """Raise ExceedsKeyLimit if a request of this size would exceed a limit at any time."""
         limit = self._key.tokens_per_minute
         if limit is not None and tokens > limit:
             raise ExceedsKeyLimit(
@@ -420,11 +431,11 @@ class KeyUsage:
             )
 
     def _exceeded(self, what: str, sum_offset: int, count: int, limit: int) -> RateLimitExceeded:
-        """Return the error of a limit per minute, with the time after which `count` fit into it."""
+        """Return the error of a limit per minute. It names when `count` more will fit."""
         now_s = self._table.clock()
         slot = int(now_s / SLOT_S)
         left_s = _WINDOW_S
-        # The sum at each later slot, when the oldest ones are not in the minute any more.
+        # Find the first later slot at which enough of the oldest slots have left the minute.
         for later in range(slot + 1, slot + _NUM_SLOTS + 1):
             if self._sum(sum_offset, later) + count <= limit:
                 left_s = later * SLOT_S - now_s
@@ -458,7 +469,7 @@ class KeyUsage:
 
 
 class Charge:
-    """What a running request was charged with."""
+    """The generations and tokens that are counted for a running request."""
 
     def __init__(self, usage: KeyUsage, generations: int, tokens: int, slot: int) -> None:
         self._usage: KeyUsage | None = usage
@@ -467,7 +478,7 @@ class Charge:
         self.slot = slot  # the slot in which the tokens were counted
 
     def close(self, tokens: int) -> None:
-        """Replace the charge by the tokens that the request took. The second call does nothing."""
+        """Replace the charge by the tokens that the request took. Idempotent."""
         if self._usage is not None:
             self._usage.settle(self, tokens)
             self._usage = None

@@ -1,7 +1,7 @@
 """Read and change the file of API keys.
 
-Each line is a JSON object, the fields of one `ApiKey`. Empty lines and those that begin with `#`
-are skipped. Keys are added and removed line by line, so that comments stay.
+Each line is a JSON object with the fields of one `ApiKey`. Empty lines and lines that begin with
+`#` are skipped. Keys are added and removed line by line, so that comments stay.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from dynamo_trtllm.support.trusted_file import UntrustedFile, read_trusted
 MAX_KEYS: Final = 10_000
 _MAX_BYTES = 16 << 20
 _decoder = msgspec.json.Decoder(ApiKey)
-# What msgspec quotes in its errors: a value, and a name that is no name of a field.
+# Texts that msgspec quotes in its errors, and that may be a key: a value, and the name of an
+# unknown field that does not look like a name.
 _VALUE: Final = re.compile(r" '.*'(?= - at `)", re.DOTALL)
 _ODD_FIELD: Final = re.compile(r" unknown field `(?![a-z_]{1,40}`\Z).*`", re.DOTALL)
 
@@ -43,12 +44,12 @@ def read_keys(path: Path, from_settings: Iterable[ApiKey] = ()) -> KeysFile:
 
     Args:
         path: the file.
-        from_settings: keys that are valid beside it. No key of the file may have the name or the
-            hash of one of them.
+        from_settings: keys of the settings, which are valid, too. A key of the file must not have
+            the name or the hash of such a key.
 
     Raises:
-        ConfigError: the file can't be read, others may write it, or a line is wrong. The message
-            names the file, and the line with the field.
+        ConfigError: the file can't be read, other users have write access to it, or a line is
+            wrong. The message names the file, the line and the field.
     """
     try:
         data = read_trusted(path, _MAX_BYTES)
@@ -68,11 +69,11 @@ def read_keys(path: Path, from_settings: Iterable[ApiKey] = ()) -> KeysFile:
 def _lines(text: str) -> list[str]:
     """Return the lines of a file.
 
-    Unlike `splitlines`, this takes no other characters for ends of lines: JSON strings may have
-    them, as U+2028.
+    Only "\\n" ends a line. `splitlines` would also split at characters like U+2028, which JSON
+    strings may contain.
     """
     lines = text.split("\n")
-    # A newline at the end of the text begins no further line.
+    # A "\n" at the end of the text is not followed by another line.
     if not lines[-1]:
         lines.pop()
     return lines
@@ -81,7 +82,7 @@ def _lines(text: str) -> list[str]:
 def _parsed(path: Path, lines: list[str], from_settings: Iterable[ApiKey] = ()) -> list[ApiKey]:
     """Return the keys of the lines of a file. Raises ConfigError, see `read_keys`."""
     keys: list[ApiKey] = []
-    place_of: dict[str, str] = {}  # by name and by hash
+    place_of: dict[str, str] = {}  # where a key stands, by its name and by its hash
     in_settings = f"--api-key or {ENV_PREFIX}API_KEY"
     for key in from_settings:
         place_of[key.name] = in_settings
@@ -109,7 +110,7 @@ def _parsed(path: Path, lines: list[str], from_settings: Iterable[ApiKey] = ()) 
 
 
 def _problem(exc: msgspec.ValidationError) -> str:
-    """Return what is wrong with a line, without text of it that may be a key."""
+    """Return what is wrong with a line, without any text that may be a key."""
     problem = _VALUE.sub("", str(exc).replace("`$.", "`"))
     if problem.endswith("`sha256`"):
         return "`sha256` must be the SHA-256 hash of a key, in 64 lowercase hexadecimal digits"
@@ -122,11 +123,11 @@ def _is_comment(line: str) -> bool:
 
 
 def add_key(path: Path, key: ApiKey) -> None:
-    """Add a key to a file, which is created if it does not exist.
+    """Add a key to a file. If the file does not exist, it is created.
 
     Raises:
-        ConfigError: the file can't be read or written, or has a key of this name; or the key is
-            wrong, or one too many, so that the file could not be read again.
+        ConfigError: the file can't be read or written, it has a key of this name or too many keys,
+            or the key is wrong.
     """
     line = _encoded(key)
     with _locked(path):
@@ -145,7 +146,7 @@ def add_key(path: Path, key: ApiKey) -> None:
 
 
 def _encoded(key: ApiKey) -> str:
-    """Return the line of a key. Raise ConfigError if it could not be read again."""
+    """Return the line of a key. Raises ConfigError if the line could not be read again."""
     try:
         line = msgspec.json.encode(key).decode()
         _decoder.decode(line)
@@ -175,13 +176,13 @@ def remove_key(path: Path, name: str) -> None:
 
 
 def _is_of(line: str, name: str) -> bool:
-    """Return whether a line, which was checked, has the key of this name."""
+    """Return whether a line has the key of this name. The line must be valid."""
     return not _is_comment(line) and _decoder.decode(line).name == name
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Keep other commands from changing a file of this folder during a `with` block."""
+    """Prevent other commands from changing a file of this folder during a `with` block."""
     try:
         folder = os.open(path.absolute().parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as exc:
@@ -198,19 +199,19 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _write(path: Path, lines: list[str]) -> None:
-    """Replace the file at once, so that a reader gets the former content or all of the new one.
+    """Replace the file in one step, so that a reader gets the former or the new content.
 
-    A new file is private to this user. A file that exists keeps its owner and mode.
+    A new file is private to this user. An existing file keeps its owner and mode.
 
     Raises:
-        ConfigError: it can't be written, or would be too long to be read again.
+        ConfigError: the file can't be written, or would be too long to be read again.
     """
     data = "".join(f"{line}\n" for line in lines).encode()
     if len(data) > _MAX_BYTES:
         raise _error(
             f"the file of API keys {path} would have more than {_MAX_BYTES} bytes; revoke a key"
         )
-    target = Path(os.path.realpath(path))  # a link stays one
+    target = Path(os.path.realpath(path))  # if the path is a link, the link stays
     temporary = ""
     try:
         file, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")

@@ -1,4 +1,4 @@
-"""Hold what API keys use at the other frontends of a namespace, as these have reported."""
+"""Collect the reports of other frontends of a namespace on the usage of API keys."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Final
 from dynamo_trtllm.protocol.frontend_usage import KeyTotals
 
 # Frontends report once a second while they have something to report. After this time without a
-# report, a process has ended.
+# report, it is assumed that a process has ended.
 REPORT_AGE_S: Final = 3.0
-_MINUTE_S: Final = 64.0  # usage per minute counts for this long, see `key_usage`
+_MINUTE_S: Final = 64.0  # usage per minute counts for this time, see `key_usage`
 _NOTHING: Final = KeyTotals()
 
 
@@ -24,16 +24,16 @@ class OtherFrontends:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        # By key, then by process: its totals, and when it reported them.
+        # The reported usage and the time of the report, by key and then by process.
         self._totals: dict[int, dict[int, tuple[KeyTotals, float]]] = {}
-        self._seen_s: dict[int, float] = {}  # when a process has reported last
+        self._seen_s: dict[int, float] = {}  # when each process has reported last
 
     def report(self, process: int, totals: Mapping[int, KeyTotals]) -> None:
-        """Note what keys use at a process. The usage of other keys has not changed.
+        """Store the report of a process. The usage of keys that are not in it has not changed.
 
         Args:
             process: id of the process.
-            totals: by id of the key.
+            totals: the usage at this process, by id of the key.
         """
         now_s = self._clock()
         self._seen_s[process] = now_s
@@ -46,7 +46,7 @@ class OtherFrontends:
                     del self._totals[key_id]
 
     def total(self, key_id: int) -> KeyTotals:
-        """Return what a key uses at all other frontends."""
+        """Return the usage of a key at all other frontends together."""
         by_process = self._totals.get(key_id)
         if by_process is None:
             return _NOTHING

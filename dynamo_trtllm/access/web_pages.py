@@ -1,8 +1,9 @@
 """Reject requests that a web page makes a user's browser send to a frontend without API keys.
 
-A frontend on a user's machine is within reach of the browser, and so of every page. A page can send
-requests to the frontend, unless they need a key that the page does not know. The page can also let
-the name of its own server resolve to this machine (DNS rebinding), and then read the answers.
+The browser of a user can reach a frontend on the user's machine, and so can every page in the
+browser. If requests need a key, a page can't send them, because it does not know a key. Without
+keys, a page can send requests. The page can also let the name of its own server resolve to this
+machine (DNS rebinding), and then even read the answers.
 """
 
 from __future__ import annotations
@@ -23,19 +24,20 @@ _OTHER_SITES: Final = frozenset({"cross-site", "same-site"})
 class PageGuard:
     """The names by which a frontend may be called, and the pages that may call it."""
 
-    # Names in the header Host, in addition to those that no page on the Internet has. None: all.
+    # The names that the header Host may have. Names that no page on the Internet has are always
+    # allowed. None: all names are allowed.
     hosts: Set[str] | None
-    origins: Set[str]  # of --cors-origins
+    origins: Set[str]  # the origins of --cors-origins
 
     def check(self, request: HttpRequest) -> None:
         """Check that a request is not from a page of another server.
 
         Raises:
-            PermissionDenied: it is.
+            PermissionDenied: the request is from such a page.
         """
         self.check_host(request)
         if request.method in _SAFE_METHODS:
-            return  # it changes nothing, and the browser keeps the answer from the page
+            return  # the request changes nothing, and the browser does not show the page the answer
         host = (request.header(b"host") or "").lower()
         origin = request.header(b"origin")
         if origin is None:
@@ -85,7 +87,8 @@ def _without_port(host: str) -> str:
 def _is_local_name(name: str) -> bool:
     """Return whether no page on the Internet can be loaded from this name.
 
-    Such are IP addresses, which are not resolved, and names without a dot, which have no owner.
+    This is true for IP addresses, which are not resolved, and for names without a dot, which no one
+    can register.
     """
     if "." not in name or name.endswith(".localhost"):
         return True

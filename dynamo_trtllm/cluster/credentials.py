@@ -22,34 +22,38 @@ class Credentials(NamedTuple):
 
 
 class CredentialsFile:
-    """Credentials that a file has now, so that a password can change while a process runs.
+    """Credentials in a file, which is read again so that a password can change.
 
     Args:
         path: the file, with one line USER:PASSWORD.
         field: setting that names the file, for errors.
 
     Raises:
-        ConfigError: the file can't be read, others may read or change it, or it has another form.
+        ConfigError: the file can't be read or has another form, or other users have access to it.
     """
 
     def __init__(self, path: Path, field: str) -> None:
         self._path = path
         self._field = field
         self._latest = _read(path, field)
-        self._problem = ""  # what was wrong with the file at the last reading; "": nothing
+        self._problem = ""  # what was wrong when the file was read last, or "" if nothing was
 
     def identity(self) -> str:
-        """Return, as text for users, the user that was read last, and the file."""
+        """Return, as text for users, the file and the user that was read last."""
         return f"user {self._latest.user!r} of {self._path}"
 
     def current(self) -> Credentials:
-        """Read the file and return its credentials; those read before if it can't be read now."""
+        """Read the file and return its credentials.
+
+        If the file can't be read now, return the credentials that were read before.
+        """
         problem = ""
         try:
             self._latest = _read(self._path, self._field)
         except ConfigError as exc:
             problem = exc.message
-        # A client that can't connect reads the file at each attempt. Each problem is logged once.
+        # A client that can't connect reads the file at each attempt, so each problem is logged only
+        # once.
         if problem and problem != self._problem:
             log.error("%s; still using the former credentials", problem)
         self._problem = problem
@@ -68,7 +72,7 @@ def _read(path: Path, field: str) -> Credentials:
     except UntrustedFile as exc:
         raise ConfigError(f"{shown} {exc.problem}", field=field) from exc
     lines = text.splitlines()
-    # More lines than one are rejected, and so is an empty file.
+    # An empty file and a file with several lines are rejected.
     line = lines[0] if len(lines) == 1 else ""
     user, _, password = line.partition(":")
     if not (user and password):

@@ -21,23 +21,24 @@ from dynamo_trtllm.protocol.errors import ConfigError
 
 OVERRIDE_SOURCE = "--override-engine-args"
 MAX_YAML_BYTES = 256 << 10
-MAX_YAML_VALUES = 10_000  # read in one to two seconds; engine arguments have a few hundred values
+# So many values are read in one to two seconds. Engine arguments have a few hundred values.
+MAX_YAML_VALUES = 10_000
 MAX_YAML_DEPTH = 64
-_MAX_KEY_SHOWN = 40  # characters, in an error
+_MAX_KEY_SHOWN = 40  # most characters of a key in an error
 CONFIG_FOLDERS = ("engine_configs", "kernels_config", "deploy")  # packaged in the wheel
 
 log = logging.getLogger(__name__)
 # Paths in Dynamo's container and source tree, as its guides write them:
 #   /workspace/examples/backends/trtllm/engine_configs/gpt_oss/decode.yaml
 #   components/backends/trtllm/engine_configs/decode.yaml
-# The match is what `_alias` replaces: up to "engine_configs", with "/gpt_oss" if that follows.
+# `_alias` replaces the match, which ends with "engine_configs" or "engine_configs/gpt_oss".
 _GUIDE_PATH = re.compile(
     r"""
     ( /workspace/ (dynamo/)? )?                     # the container
     ( (examples|components) /backends/trtllm/ )?    # the source tree
     engine_configs
     (?P<gpt_oss> /gpt_oss (?=/|\Z) )?               # as a whole part of the path
-    (?=/|\Z)                                        # "engine_configs" is a whole part, too
+    (?=/|\Z)                                        # the match ends with a whole part of the path
     """,
     re.VERBOSE,
 )
@@ -59,20 +60,24 @@ class Source(NamedTuple):
 
 
 class Merged(NamedTuple):
-    """Merged leaves by dotted key, and a note for each value that a later source overrides."""
+    """The result of `merge`.
+
+    `leaves` has the merged leaves by dotted key, `notes` a text for each overridden value.
+    """
 
     leaves: dict[str, SourcedValue]
     notes: list[str]
 
 
 def merge(sources: Iterable[Source]) -> Merged:
-    """Merge the sources; a later one overrides an earlier one, leaf by leaf.
+    """Merge the sources leaf by leaf. A later source overrides an earlier one.
 
     Mappings are merged. Any other value replaces the earlier value or subtree. A dot in a key of a
     source separates levels.
 
     Raises:
-        ConfigError: a value has more than MAX_YAML_DEPTH levels, with those of the dots in its key.
+        ConfigError: a value has more than MAX_YAML_DEPTH levels. Each dot in its key counts as a
+            level.
     """
     merged: dict[str, SourcedValue] = {}
     defaults: set[str] = set()
@@ -81,11 +86,13 @@ def merge(sources: Iterable[Source]) -> Merged:
         for key, value in _leaves(source.values):
             _check_depth(key, value, source.name)
             if value == {} and any(known.startswith(f"{key}.") for known in merged):
-                continue  # merging nothing into a mapping
+                continue  # `key` is a mapping already, and an empty mapping adds nothing to it
             for overridden in _overridden_keys(merged, key):
                 old = merged.pop(overridden)
                 if old.value != value and old.source not in defaults:
-                    # A note begins with the name of the flag: "--tp-size 4 overrides ...".
+                    # The winner mostly is a flag. The name of a flag says which key it sets, so the
+                    # note does not repeat the key, as in "--max-num-tokens 20000 overrides
+                    # max_num_tokens 16384 of YAML d.yaml".
                     winner = f"{source.name.removeprefix('flag ')} {_text(value)}"
                     loser = f"{overridden} {_text(old.value)} of {old.source}"
                     notes.append(f"{winner} overrides {loser}")
@@ -106,9 +113,9 @@ def _check_depth(key: str, value: Any, source: str) -> None:
 
 
 def _depth(value: Any) -> int:
-    """Return the number of levels of a value. That of a plain value is 1."""
+    """Return the number of levels of a value. A plain value has one level."""
     if isinstance(value, Mapping):
-        children = [*value.keys(), *value.values()]  # a key may be a tuple
+        children = [*value.keys(), *value.values()]  # a key may be a tuple, which has levels, too
     elif isinstance(value, list | tuple | set):
         children = [*value]
     else:
@@ -117,18 +124,29 @@ def _depth(value: Any) -> int:
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str)
+    """Return a value as text for a note."""
+    if isinstance(value, str):
+        return value
+    try:
+        return json.dumps(value, default=str)
+    except TypeError:
+        return str(value)  # JSON has no keys like a date or a tuple, which YAML has
 
 
 def nested(merged: Mapping[str, SourcedValue]) -> dict[str, Any]:
-    """Return the merged leaves as a nested mapping."""
+    """Return the values of merged leaves as a nested mapping."""
+    return _nested({key: leaf.value for key, leaf in merged.items()})
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values, which are given by dotted key, as a nested mapping."""
     result: dict[str, Any] = {}
-    for key, leaf in merged.items():
+    for key, value in values.items():
         *parents, last = key.split(".")
         level = result
         for parent in parents:
             level = level.setdefault(parent, {})
-        level[last] = leaf.value
+        level[last] = value
     return result
 
 
@@ -146,19 +164,21 @@ def _has_plain_keys(level: Mapping[Any, Any]) -> bool:
 
 
 def _overridden_keys(merged: Mapping[str, SourcedValue], key: str) -> list[str]:
-    """Return the leaves that a new `key` replaces: itself, those above and those below it.
+    """Return the keys of the leaves that a new leaf replaces.
 
-    If `a` was a leaf and `a.b` comes, `a` becomes a mapping.
+    These are the leaf with the same key, leaves above it (`a` if `a.b` is new) and leaves below it
+    (`a.b` if `a` is new).
     """
     parts = key.split(".")
-    above = {".".join(parts[:i]) for i in range(1, len(parts) + 1)}
-    return [known for known in merged if known in above or known.startswith(f"{key}.")]
+    same_and_above = {".".join(parts[:i]) for i in range(1, len(parts) + 1)}
+    below = f"{key}."
+    return [known for known in merged if known in same_and_above or known.startswith(below)]
 
 
 def unknown_key(given: Iterable[str], allowed: Iterable[str]) -> str:
-    """Return an error text for the first key that is not allowed; "" if there is none.
+    """Return an error text for the first key that is not allowed, or "" if all are allowed.
 
-    It names the most similar key.
+    The text suggests the most similar allowed key.
     """
     names = sorted(allowed)
     for key in given:
@@ -182,7 +202,7 @@ def check_keys(given: Iterable[str], allowed: Iterable[str], where: str) -> None
         where: place of the keys, which begins the error text.
 
     Raises:
-        ConfigError: a key is not allowed. The message suggests the most similar one.
+        ConfigError: a key is not allowed. The message suggests the most similar allowed key.
     """
     for key in given:
         problem = unknown_key([key], allowed)
@@ -195,24 +215,25 @@ _VALUE_TAG = "tag:yaml.org,2002:value"
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """A YAML loader that also rejects duplicate keys, and too large or deep documents.
+    """A YAML loader that also rejects duplicate keys, and documents that are too large or too deep.
 
-    PyYAML keeps only the last of two equal keys. Nine lines of aliases can expand to a billion
-    values, so the size is that with aliases expanded.
+    PyYAML would use only the last of two equal keys. Nine lines of aliases can expand to a billion
+    values. Therefore an alias counts as all the values for which it stands.
     """
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
-        self._level = 0
-        # The extents of complete nodes, by id() of the node. The document keeps the nodes alive.
+        self._level = 0  # of the node that is being read
+        # The extents of complete nodes, by id() of the node. The document refers to all nodes, so
+        # no id() is used twice.
         self._extents: dict[int, _Extent] = {}
         # Mappings whose keys were checked, by id() of the node.
         self._checked: set[int] = set()
 
     def fetch_flow_collection_start(self, token_class: Any) -> None:
-        # PyYAML looks up to 1,024 characters ahead for the end of a key. Each token on this way
-        # takes time in proportion to the number of open brackets, so that is limited here, before
-        # any node is composed.
+        # PyYAML looks up to 1,024 characters ahead for the end of a key. Each token among these
+        # characters takes time in proportion to the number of open brackets. So the number of open
+        # brackets is limited here, before any node is composed.
         if self.flow_level >= MAX_YAML_DEPTH:
             problem = f"more than {MAX_YAML_DEPTH} levels; nest less"
             raise yaml.scanner.ScannerError(None, None, problem, self.get_mark())
@@ -221,10 +242,10 @@ class _StrictLoader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
         self._level += 1
-        # The limits of size and depth are checked before a node is read, so a document that is too
-        # large is not read whole.
+        # The limits are checked before each node is read. Otherwise a document that is too large
+        # would be read to its end before it is rejected.
         num_complete_nodes = len(self._extents)
-        _check_extent(_Extent(values=num_complete_nodes, depth=self._level), mark)
+        _check_limits(num_values=num_complete_nodes, depth=self._level, mark=mark)
         is_alias = self.check_event(yaml.AliasEvent)
         node = super().compose_node(parent, index)
         self._level -= 1
@@ -235,17 +256,17 @@ class _StrictLoader(yaml.SafeLoader):
         if node is not None and not is_alias:
             children = [self._extents[id(child)] for child in _children(node)]
             extent = _Extent(
-                values=1 + sum(child.values for child in children),
+                num_values=1 + sum(child.num_values for child in children),
                 depth=1 + max((child.depth for child in children), default=0),
             )
-            _check_extent(extent, mark)
+            _check_limits(num_values=extent.num_values, depth=extent.depth, mark=mark)
             self._extents[id(node)] = extent
         return node
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        # PyYAML calls this before it reads a mapping, and before it merges one with `<<` into
-        # another. It adds the merged keys to the node, so only the first call has the keys as they
-        # are written.
+        # PyYAML calls this method before it reads a mapping, and before it merges a mapping into
+        # another one with `<<`. The method adds the merged keys to the node. So only at the first
+        # call does the node have the keys as they are written.
         if id(node) not in self._checked:
             self._checked.add(id(node))
             self._check_keys(node)
@@ -255,11 +276,13 @@ class _StrictLoader(yaml.SafeLoader):
         """Raise ConstructorError if two keys have the same value, like 1 and 0x1."""
         seen: set[Any] = set()
         for key_node, _ in node.value:
-            # `<<` may be repeated: it merges a mapping, and is no key.
+            # `<<` may be repeated, because it is not a key: it merges a mapping.
             if not isinstance(key_node, yaml.ScalarNode) or key_node.tag == _MERGE_TAG:
                 continue
             if key_node.tag == _VALUE_TAG:
-                key = key_node.value  # PyYAML reads "=" as a text, but only in `flatten_mapping`
+                # The key is "=". `construct_object` would fail, because PyYAML turns this key into
+                # a text only later, in `flatten_mapping`.
+                key = key_node.value
             else:
                 key = self.construct_object(key_node)
             if key in seen:
@@ -272,15 +295,16 @@ class _StrictLoader(yaml.SafeLoader):
 class _Extent(NamedTuple):
     """The size of a node, with aliases expanded."""
 
-    values: int
+    num_values: int
     depth: int
 
 
-def _check_extent(extent: _Extent, mark: yaml.Mark) -> None:
-    if extent.values > MAX_YAML_VALUES:
+def _check_limits(*, num_values: int, depth: int, mark: yaml.Mark) -> None:
+    """Raise ComposerError if the node at `mark` exceeds a limit."""
+    if num_values > MAX_YAML_VALUES:
         problem = f"more than {MAX_YAML_VALUES} values with aliases expanded; give a smaller file"
         raise yaml.composer.ComposerError(None, None, problem, mark)
-    if extent.depth > MAX_YAML_DEPTH:
+    if depth > MAX_YAML_DEPTH:
         problem = f"more than {MAX_YAML_DEPTH} levels; nest less"
         raise yaml.composer.ComposerError(None, None, problem, mark)
 
@@ -299,7 +323,7 @@ def find_file(path: Path) -> Path:
     Paths of NVIDIA Dynamo's gpt-oss-120b guides are mapped to the files of this package.
 
     Returns:
-        Path of the existing file, or `path` itself if there is none.
+        Path of the existing file, or `path` itself if no file exists.
     """
     ours = _alias(path)
     candidates = (path,) if ours == path else (path, ours)
@@ -313,7 +337,7 @@ def find_file(path: Path) -> Path:
 
 
 def _packaged(path: Path) -> list[Path]:
-    """Return the places of a packaged file: in the wheel, and beside the package in a checkout."""
+    """Return where a packaged file may be: in the wheel, or beside the package in a checkout."""
     package = Path(__file__).parent.parent
     places = [package / path]
     if path.parts and path.parts[0] in CONFIG_FOLDERS:
@@ -322,24 +346,25 @@ def _packaged(path: Path) -> list[Path]:
 
 
 def _alias(path: Path) -> Path:
-    """Map a path of Dynamo's guides, in its source tree or container, to ours.
+    """Map a path in Dynamo's source tree or container, as its guides write it, to our path.
 
-    Others are returned unchanged.
+    Any other path is returned unchanged.
     """
     text = str(path)
-    theirs = _GUIDE_PATH.match(text)
-    if theirs is None:
+    match = _GUIDE_PATH.match(text)
+    if match is None:
         return path
-    folder = "engine_configs/gpt-oss-120b/v0.5" if theirs["gpt_oss"] else "engine_configs"
-    return Path(folder + text[theirs.end() :])
+    folder = "engine_configs/gpt-oss-120b/v0.5" if match["gpt_oss"] else "engine_configs"
+    return Path(folder + text[match.end() :])
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Read the mapping in a YAML file; an empty file gives an empty mapping.
+    """Read the mapping in a YAML file. An empty file counts as an empty mapping.
 
     Raises:
-        ConfigError: the file can't be read, is not a mapping, has a duplicate key, or is too large
-            or too deep with aliases expanded. The message names file and line.
+        ConfigError: the file can't be read, is not a mapping, has a duplicate key, or with aliases
+            expanded is too large or too deep. The message names the file, and the line if it is
+            known.
     """
     try:
         with path.open("rb") as file:
@@ -373,23 +398,29 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def as_yaml(leaves: Mapping[str, SourcedValue]) -> str:
     """Return the leaves as YAML that `read_yaml` accepts, each with its source as a comment."""
-    # `nested` replaces each leaf by its value. Here, this value is the leaf with its source, so the
-    # source stays.
-    wrapped = {key: SourcedValue(leaf, "") for key, leaf in leaves.items()}
-    return "".join(_yaml_lines(nested(wrapped), ""))
+    return "".join(_yaml_lines(_nested(leaves), ""))
 
 
 def _yaml_lines(level: Mapping[str, Any], indent: str) -> Iterable[str]:
-    for key, value in level.items():
-        name = _flow(key)
-        if isinstance(value, SourcedValue):
-            yield f"{indent}{name}: {_flow(value.value)}  # {value.source}\n"
+    for key, child in level.items():
+        name = _key(key)
+        if isinstance(child, SourcedValue):
+            yield f"{indent}{name}: {_flow(child.value)}  # {child.source}\n"
         else:
             yield f"{indent}{name}:\n"
-            yield from _yaml_lines(value, indent + "  ")
+            yield from _yaml_lines(child, indent + "  ")
+
+
+def _key(key: str) -> str:
+    """Return a key as YAML in one line, because a key with `:` behind it must not have more."""
+    if "\n" not in key:
+        return _flow(key)
+    text: str = yaml.safe_dump(key, default_style='"', width=float("inf"))
+    return text.strip()
 
 
 def _flow(value: Any) -> str:
+    """Return a value as YAML that fits into one line, unless a text in it has line breaks."""
     text: str = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), sort_keys=False)
-    # PyYAML ends a document that is one scalar with "...".
+    # If a document is only a scalar, PyYAML ends the document with "...".
     return text.removesuffix("...\n").strip()

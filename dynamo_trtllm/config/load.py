@@ -1,9 +1,9 @@
-"""Load a config model from defaults, environment and flags.
+"""Load settings from defaults, environment and flags.
 
 No other module reads argv or os.environ.
 
-Flags override the environment, which overrides defaults. The source of each value is stored. An
-error is a ConfigError of one line.
+Flags override the environment, and the environment overrides defaults. The source of each value is
+stored. Each error is a ConfigError whose message has one line.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ C = TypeVar("C", bound=Config)
 
 log = logging.getLogger(__name__)
 _OTLP_PROTOCOL = "OTEL_EXPORTER_OTLP_PROTOCOL"
-# Set if the parent has logged the ignored variables. It is no setting, so it does not begin with
-# DYN_TRTLLM_.
+# This variable is set if the parent has logged the ignored variables. It is not a setting, so its
+# name does not begin with DYN_TRTLLM_.
 _IGNORED_ARE_LOGGED = "DYNAMO_TRTLLM_VARIABLES_NAMED"
 
 
@@ -63,17 +63,17 @@ def load(
     extra_text: Callable[[C], str] | None = None,
     others: Sequence[type[Config]] = (),
 ) -> C:
-    """Load the settings of a process. `source_of` of the result returns the source of each.
+    """Load the settings of a process. `source_of` of the result returns the source of a setting.
 
     Args:
         model: class of the settings.
-        prog: command, for the usage line of `--help`. `dynamo-trtllm COMMAND` replaces it if that
-            was typed.
-        argv: command line without the program name. Default: that of this process.
-        environ: environment. Default: that of this process.
+        prog: command, for the usage line of `--help`. If the user has typed `dynamo-trtllm
+            COMMAND`, this is shown instead.
+        argv: command line without the program name. Default: the command line of this process.
+        environ: environment variables. Default: the environment of this process.
         extra_text: returns the text that `--print-config` prints below the settings.
-        others: settings of other processes whose flags the command takes, too. An unknown flag is
-            compared with all of these.
+        others: classes of settings of other processes. The command accepts their flags, too, so the
+            error for an unknown flag may suggest one of them.
 
     Raises:
         ConfigError: a flag, variable or value is not valid.
@@ -101,10 +101,10 @@ def load(
 
 
 def _check_servers(config: Config) -> None:
-    """Reject addresses within this process: a command can reach no worker or frontend there.
+    """Reject addresses within this process, where a command can't reach a worker or frontend.
 
     Raises:
-        ConfigError: names the setting.
+        ConfigError: a setting has such an address. The error names the setting.
     """
     if not isinstance(config, ConnectionConfig):
         return
@@ -143,15 +143,15 @@ def exit_with(prog: str, error: ConfigError) -> NoReturn:
 def command_errors(prog: str, *failures: type[Exception]) -> Iterator[None]:
     """End a command with a status if it raises an error in this context.
 
-    It writes one line instead of a traceback.
+    One line is written instead of a traceback.
 
     Args:
-        prog: command, as for `load`.
-        failures: errors that end it with their `exit_status` or 1. Another DynamoError is logged
-            and ends it with 1.
+        prog: command, see `load`.
+        failures: errors that end the command with their `exit_status`, or else with 1. Any other
+            DynamoError is logged, and ends the command with 1.
 
     Raises:
-        SystemExit: after an error; with status 2 after a ConfigError, and 130 after Ctrl-C.
+        SystemExit: there was an error. The status is 2 after a ConfigError, and 130 after Ctrl-C.
     """
     try:
         yield
@@ -175,14 +175,15 @@ def command(
 ) -> Callable[[Callable[[C], int | None]], Callable[..., NoReturn]]:
     """Return a decorator that makes a function of settings the `main` of a command.
 
-    `main(argv)` loads the settings, calls the function, and exits with the status that it returns,
-    or with 0. `load` describes `argv`, and `command_errors` how errors end it.
+    `main(argv)` loads the settings and calls the function. It exits with the status that the
+    function returns, or with 0 if that is None. `load` describes `argv`. `command_errors` describes
+    how errors end the command.
 
     Args:
         model: class of the settings.
-        prog: command, as for `load`.
-        failures: errors that end it, as for `command_errors`.
-        extra_text: text for `--print-config`, as for `load`.
+        prog: command, see `load`.
+        failures: errors that end the command, see `command_errors`.
+        extra_text: text for `--print-config`, see `load`.
     """
 
     def decorate(run: Callable[[C], int | None]) -> Callable[..., NoReturn]:
@@ -229,12 +230,14 @@ def _shown(flag: Flag, value: Any) -> str:
 def _from_environment(
     model: type[Config], env: Mapping[str, str], typed: Mapping[str, tuple[Any, str]]
 ) -> dict[str, tuple[Any, str]]:
-    """Return values by field; a DYN_TRTLLM_ variable of a flag overrides a well-known one.
+    """Return the value and the source of each field that a variable sets.
+
+    The DYN_TRTLLM_ variable of a flag overrides a well-known variable.
 
     Args:
         model: class of the settings.
-        env: environment.
-        typed: fields that flags set, for which variables are not read.
+        env: environment variables.
+        typed: the fields that flags set. Their variables are not read.
     """
     _check_environment(model, env)
     env = _without_unusable_otel(model, env, typed)
@@ -261,7 +264,7 @@ def _from_environment(
 
 
 def _well_known(flag: Flag, env: Mapping[str, str], processes: AbstractSet[str]) -> dict[str, str]:
-    """Return the well-known variables of a flag that are set and read by these processes."""
+    """Return the well-known variables of a flag that are set, and that these processes read."""
     values: dict[str, str] = {}
     for name in flag.env:
         if name not in env or not dynamo_variables.is_read_by(name, processes):
@@ -317,7 +320,7 @@ def warn_of_ignored_variables(*configs: Config) -> None:
 
 
 def child_environment() -> dict[str, str]:
-    """Return `process_environment` for children that shall not log `ignored_variables` again."""
+    """Return the environment for children, which must not log `ignored_variables` again."""
     return process_environment() | {_IGNORED_ARE_LOGGED: "1"}
 
 
@@ -340,9 +343,9 @@ def _read_by(models: Iterable[type[Config]]) -> set[str]:
 def _without_unusable_otel(
     model: type[Config], env: Mapping[str, str], typed: Mapping[str, tuple[Any, str]]
 ) -> Mapping[str, str]:
-    """Leave out empty OTEL_ variables, and all if one can't be used.
+    """Return the environment without empty OTEL_ variables, and without all if one can't be used.
 
-    Clusters set them for other programs in a pod.
+    This is not an error, because clusters set these variables for other programs in a pod.
     """
     flags: dict[str, Flag] = {}
     for flag in flags_of(model):
@@ -370,7 +373,7 @@ def _without_unusable_otel(
 
 
 def _otel_problem(model: type[Config], flag: Flag, name: str, env: Mapping[str, str]) -> str:
-    """Return why the OTEL_ variable `name` can't be used for a flag; "" if it can."""
+    """Return why the OTEL_ variable `name` can't be used for a flag, or "" if it can."""
     protocol = env.get(_OTLP_PROTOCOL, "").strip()
     if flag.field == "otlp_endpoint" and protocol and not protocol.startswith("http/"):
         return f"environment {_OTLP_PROTOCOL} is {protocol!r}: only OTLP over HTTP is supported"
@@ -390,7 +393,8 @@ def _check_environment(model: type[Config], env: Mapping[str, str]) -> None:
     if not names:
         return
     known: set[str] = set()
-    # A flag without a value has no variable. By the name that its variable would have: what to set.
+    # A flag without a value has no variable. A user may still set a variable with such a name. This
+    # has the text what to set instead, by that name.
     instead: dict[str, str] = {}
     for settings in dict.fromkeys([model, *_settings_of_commands()]):
         for flag in flags_of(settings):

@@ -1,8 +1,9 @@
 """Compute checksums of KV on threads at both workers.
 
-The decode worker compares them before it uses the KV. A transfer's checksum covers all its regions
-in order. Host memory is hashed with XXH3-64, GPU memory by a function of the engine, so this
-package needs no GPU library. Checksums detect faults, but not forgery, because they have no key.
+The decode worker compares the checksums before it uses the KV. The checksum of a transfer covers
+all regions of the transfer in order. Host memory is hashed with XXH3-64. GPU memory is hashed by a
+function of the engine, so this package needs no GPU library. Checksums detect faults. They don't
+detect forgery, because they have no key.
 """
 
 from __future__ import annotations
@@ -25,15 +26,18 @@ from dynamo_trtllm.protocol.errors import TransferFailed
 
 log = logging.getLogger(__name__)
 
-# Host memory is hashed in blocks of this size, on several threads at once; both workers must use
+# Host memory is hashed in blocks of this size, on several threads at once. Both workers must use
 # the same size. Smaller blocks are slower, because each block wakes a thread, which then waits for
 # the GIL.
 BLOCK_BYTES = 8 << 20
-_INLINE_BYTES = 64 << 10  # hashed in a few microseconds: starting a thread takes longer
+# Host memory up to this size is hashed on the calling thread. This takes a few microseconds, which
+# is less than it takes to wake another thread.
+_INLINE_BYTES = 64 << 10
 _MAX_THREADS = 8
 
 NOTHING = 1  # the checksum of no regions; 0 means that a checksum is not known yet
-HOST = "xxh3-64/2"  # names of checksum methods, part of the wire format
+# The names of the checksum methods, which are part of the wire format.
+HOST = "xxh3-64/2"
 DEVICE = "device/1"
 
 ChecksumMode: TypeAlias = Literal["auto", "on", "off"]
@@ -46,8 +50,8 @@ KV_CHECKSUMS = (
 class Checksums:
     """The checksum threads, mode and mismatch counter of one KV transfer backend.
 
-    `mode`: see KV_CHECKSUMS. `device_checksum` returns the checksum of a region of GPU memory as an
-    integer; it may block and must be thread-safe.
+    KV_CHECKSUMS describes the modes. `device_checksum` returns the checksum of a region of GPU
+    memory. It may block, and must be thread-safe.
     """
 
     def __init__(self, mode: ChecksumMode = "auto") -> None:
@@ -72,7 +76,7 @@ class Checksums:
         """Return whether a fetch into these regions compares checksums.
 
         Args:
-            theirs: the method that the offer names.
+            theirs: the method of the prefill worker, which the offer names.
 
         Raises:
             TransferFailed: the mode is "on" and checksums can't be compared.
@@ -88,7 +92,7 @@ class Checksums:
         return False
 
     def submit(self, block: MemoryRegion) -> Future[int]:
-        """Hash a block on a thread, or at once if it is small.
+        """Hash a block on a thread, or at once if the block is small.
 
         The memory must stay allocated until the future is done, see `end_jobs`.
 
@@ -109,7 +113,7 @@ class Checksums:
         return [self.submit(block) for block in blocks(region)]
 
     def hash(self, block: MemoryRegion) -> int:
-        """Return the hash of a block, unsigned 64 bits. Blocks the caller."""
+        """Return the hash of a block, an unsigned number of 64 bits. This blocks the caller."""
         if block.device == "cpu":
             return xxhash.xxh3_64_intdigest(view(block))
         assert self.device_checksum is not None, (
@@ -134,7 +138,7 @@ class Checksums:
 
 
 def blocks(region: MemoryRegion) -> Iterator[MemoryRegion]:
-    """Split a region into blocks, in order; the last may be smaller.
+    """Split a region into blocks, in order. The last block may be smaller.
 
     A region of GPU memory is one block.
     """
@@ -151,7 +155,7 @@ def combined(before: int, hashes: Sequence[int]) -> int:
     """Return the checksum of a transfer up to and including a region. It is never 0.
 
     Args:
-        before: the checksum of the regions before it, or NOTHING.
+        before: the checksum of the regions before this region, or NOTHING.
         hashes: the hashes of the region's blocks.
     """
     packed = struct.pack(f"<{1 + len(hashes)}Q", before, *hashes)
@@ -164,9 +168,9 @@ def combined(before: int, hashes: Sequence[int]) -> int:
 class OfferChecksum:
     """The checksum of one published transfer, computed as its regions become ready.
 
-    `on_complete` is called on any thread, with the checksum of all regions, or with None if it
-    can't be computed. The event loop may wait for it, so it must be quick, and it must not call
-    this object.
+    `on_complete` is called on any thread, with the checksum of all regions, or with None if the
+    checksum can't be computed. The event loop may wait for the callback, so the callback must be
+    fast. It must not call this object.
     """
 
     checksums: Checksums
@@ -184,11 +188,11 @@ class OfferChecksum:
             self._complete()
 
     def mark_ready(self, ready: int) -> None:
-        """Start to hash the first `ready` regions, which hold their data.
+        """Start to hash those of the first `ready` regions that are new. They hold their data.
 
-        Call it on the event loop.
+        Called on the event loop.
         """
-        # Copies of an unpublished transfer may still finish.
+        # A copy into a region may end after the transfer was unpublished.
         if self._stopped:
             return
         num_begun = len(self._jobs)
@@ -204,8 +208,8 @@ class OfferChecksum:
         exc = job.exception()
         if exc is not None:
             log.error("computing the checksum of KV failed; unpublishing the KV", exc_info=exc)
-        # `stop` takes the lock, too: a job that is done, for which `stop` does not wait, may be
-        # about to call this.
+        # `stop` takes the lock, too. It does not wait for jobs that are done, but such a job may
+        # still be about to call this method.
         with self._lock:
             if self._stopped:
                 return
@@ -222,7 +226,7 @@ class OfferChecksum:
         checksum = NOTHING
         for jobs in self._jobs:
             checksum = combined(checksum, [job.result() for job in jobs])
-        # If all regions that are left have no bytes, there are no jobs for them.
+        # Regions without bytes at the end may have no jobs, because there is nothing to wait for.
         for _ in self.regions[len(self._jobs) :]:
             checksum = combined(checksum, [])
         self.on_complete(checksum)
@@ -231,7 +235,7 @@ class OfferChecksum:
         """Return the hashes of the blocks of a ready region.
 
         Raises:
-            TransferFailed: the transfer was unpublished before they were computed.
+            TransferFailed: the transfer was unpublished before the hashes were computed.
         """
         return await wait_for_hashes(self._jobs[index])
 
@@ -246,10 +250,10 @@ class OfferChecksum:
 
 
 async def wait_for_hashes(jobs: Sequence[Future[int]]) -> list[int]:
-    """Wait for hashes. A cancelled caller must await `end_jobs`.
+    """Wait for hashes. If the caller is cancelled, it must await `end_jobs`.
 
     Raises:
-        TransferFailed: they can't be computed.
+        TransferFailed: the hashes can't be computed.
     """
     unfinished = [asyncio.wrap_future(job) for job in jobs if not job.done()]
     # Other callers wait for the same jobs, so a cancel of this call must not cancel them.
@@ -281,7 +285,7 @@ async def end_jobs(jobs: Iterable[Future[Any]]) -> None:
     """
     # Jobs that have started can't be cancelled.
     unfinished = [asyncio.wrap_future(job) for job in jobs if not job.cancel() and not job.done()]
-    # The call that awaits a job's result raises its exception.
+    # Exceptions of the jobs are not raised here, but where the results are awaited.
     waiting = asyncio.gather(*unfinished, return_exceptions=True)
     is_cancelled = False
     while not waiting.done():

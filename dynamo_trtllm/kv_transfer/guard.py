@@ -1,4 +1,4 @@
-"""Check with whom an engine transfers KV: where it connects, and who reads its KV.
+"""Check with whom an engine transfers KV: where it fetches KV, and who reads its KV.
 
 The signatures of KV transfer parameters are checked before the engine gets a call, see `signer`.
 """
@@ -19,11 +19,12 @@ from dynamo_trtllm.protocol.messages import KvTransferParams
 
 
 class TransferGuard:
-    """Checks where an engine fetches KV, and who reads its own. Runs on the event loop.
+    """Checks where an engine fetches KV, and who reads its KV. Runs on the event loop.
 
     Args:
-        keys: the keys of the deployment; None: a reader needs only the token of a transfer.
-        addresses: the addresses that prefill workers have registered; None: all are accepted.
+        keys: the keys of the deployment. None: a reader needs only the token of a transfer.
+        addresses: the addresses that prefill workers have registered. None: all addresses are
+            accepted.
         count: counts a rejection by its reason.
     """
 
@@ -48,7 +49,7 @@ class TransferGuard:
             address: "host:port" to which this worker is about to connect.
 
         Raises:
-            TransferRejected: it has not.
+            TransferRejected: the prefill worker has not registered the address.
         """
         if self._addresses is None:
             return
@@ -61,8 +62,8 @@ class TransferGuard:
                 f"no prefill worker is registered as instance {prefill_id:x}",
                 self._count,
             )
-        # A worker that registers no address is of an older release, or its engine does not know
-        # where its library listens. Then a connection to it can't be checked.
+        # A worker registers no address if its release is older, or if its engine does not know
+        # where the library listens. Then the address can't be checked.
         if registered and address not in registered:
             raise rejection(
                 kv_params,
@@ -73,10 +74,10 @@ class TransferGuard:
             )
 
     def reader_proof(self, transfer_id: str, token: bytes) -> bytes:
-        """Return what this worker presents to read the KV of a transfer.
+        """Return the value that this worker presents to read the KV of a transfer.
 
-        With keys, it is a value that a stranger can't compute from an overheard token. Without
-        keys, it is the token.
+        Without keys, it is the token. With keys, it is a proof, which a stranger can't compute from
+        an overheard token.
 
         Args:
             transfer_id: the id of the transfer.
@@ -90,7 +91,7 @@ class TransferGuard:
         """Return whether a peer may read the KV of a transfer.
 
         Args:
-            proof: what the peer presents.
+            proof: the value that the peer presents.
             transfer_id: the id of the transfer.
             token: the token that this worker has created for the transfer.
         """

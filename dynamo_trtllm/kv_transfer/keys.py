@@ -1,8 +1,8 @@
 """Read the keys with which the workers of a deployment sign KV transfer parameters.
 
-A key file has one key per line. The first one signs, and all of them verify, so a deployment can
+A key file has one key per line. The first key signs, and all keys verify. So a deployment can
 change its key without an outage: add the new key as the second line of every file, then make it the
-first, then remove the former one.
+first line, then remove the former key.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _FIELD: Final = "kv_transfer_key_file"
 _ID_PURPOSE: Final = b"dynamo_trtllm: id of a KV transfer key"
 _READER_PURPOSE: Final = b"dynamo_trtllm: reader of KV"
 _ID_BYTES: Final = 8
-# The file may be on a slow file system, so it is looked at once in this time.
+# The file may be on a slow file system. So this is the shortest time between two checks whether it
+# has changed.
 _LOOK_EVERY_S: Final = 1.0
 _HINT: Final = "write keys with: (umask 077; openssl rand -hex 32 > FILE)"
 
@@ -42,16 +43,15 @@ class TransferKey(NamedTuple):
 class TransferKeys:
     """The keys of one file, which are read again after the file has changed.
 
-    A file that can't be read then changes nothing: the keys so far stay valid.
+    If the changed file can't be read, the former keys stay valid.
 
     Args:
         path: the key file.
         on_failed_reload: called each time that a changed file can't be read.
-        clock: returns seconds, monotonic.
+        clock: returns seconds of a monotonic clock.
 
     Raises:
-        ConfigError: the file can't be read, other users may read or change it, or a key is too
-            short.
+        ConfigError: the file can't be read, other users have access to it, or a key is too short.
     """
 
     def __init__(
@@ -74,11 +74,11 @@ class TransferKeys:
         return self._signing
 
     def find(self, key_id: str) -> TransferKey | None:
-        """Return the key with this id; None: the file has no such key."""
+        """Return the key with this id, or None if the file has no such key."""
         self._reload_if_changed(_LOOK_EVERY_S)
         found = self._by_id.get(key_id)
         if found is None:
-            # Another worker may have read a new file a moment ago, so look at once.
+            # Another worker may have just read a new file, so look at the file now.
             self._reload_if_changed(0.0)
             found = self._by_id.get(key_id)
         return found
@@ -88,9 +88,9 @@ class TransferKeys:
         return ", ".join(self._by_id)
 
     def reader_proof(self, transfer_id: str, token: bytes) -> bytes:
-        """Return what a reader of KV sends instead of the token of a transfer.
+        """Return the proof that a reader of KV sends instead of the token of a transfer.
 
-        A stranger that overhears the token has no key, and can't compute it.
+        A stranger that overhears the token has no key, so it can't compute the proof.
         """
         return _reader_proof(self.signing(), transfer_id, token)
 
@@ -126,11 +126,11 @@ class TransferKeys:
 
 
 def read_keys(path: Path) -> tuple[TransferKey, ...]:
-    """Read a key file, whose first key signs. Empty lines and lines with `#` are skipped.
+    """Read a key file. Empty lines and lines that begin with `#` are skipped.
 
     Raises:
-        ConfigError: the file can't be read, other users may read or change it, or a key is too
-            short or not printable.
+        ConfigError: the file can't be read, other users have access to it, or a key is too short or
+            not printable.
     """
     try:
         lines = read_trusted(path, _MAX_BYTES, is_secret=True).decode("ascii").splitlines()
@@ -150,7 +150,7 @@ def read_keys(path: Path) -> tuple[TransferKey, ...]:
                 f"{path}, line {number}: the key has {len(text)} characters and needs at least"
                 f" {MIN_KEY_CHARACTERS}; {_HINT}"
             )
-        # A file that a crash has cut short may end with zeros, which anyone could guess.
+        # After a crash, a file may end with zeros, which anyone could guess.
         if not text.isprintable() or " " in text:
             raise _error(
                 f"{path}, line {number}: the key has a character that is no letter, digit or sign;"
@@ -175,5 +175,5 @@ def _key_of(text: str) -> TransferKey:
 
 
 def _reader_proof(key: TransferKey, transfer_id: str, token: bytes) -> bytes:
-    # The token has a fixed length, so no two inputs have the same text.
+    # The token has a fixed length. So two different inputs never give the same text.
     return hmac.digest(key.secret, _READER_PURPOSE + token + transfer_id.encode(), "sha256")

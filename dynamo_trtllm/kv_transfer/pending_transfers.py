@@ -1,7 +1,7 @@
-"""Hold the KV transfers of one engine: which are pending, until when, and what moves their KV.
+"""Manage the KV transfers of one engine: begin, publish, fetch, end and expire them.
 
-A transfer is pending until a decode worker has fetched its KV, until it is released, or until it
-expires.
+A transfer is pending until a decode worker has fetched its KV, until the transfer is released, or
+until it expires.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 _ID_BYTES = 16  # size of the random part of a transfer id
 
 OnEnd: TypeAlias = Callable[[ReleaseOutcome | None], None]
-"""A callback for the end of a transfer. None: it has expired."""
+"""A callback for the end of a transfer. None: the transfer has expired."""
 
 
 class _PendingTransfer(NamedTuple):
@@ -58,10 +58,10 @@ class _PendingTransfer(NamedTuple):
 
 
 class PendingTransfers:
-    """The KV transfers of one engine that are neither released nor expired. Runs on the event loop.
+    """The pending KV transfers of one engine. All methods are called on the event loop.
 
     Args:
-        identity: the part of the parameters that is the same in all transfers of the engine.
+        identity: the part of the parameters that all transfers of the engine have in common.
         ttl_s: seconds until a transfer expires.
         clocks: the clocks of the process.
     """
@@ -82,17 +82,18 @@ class PendingTransfers:
     def add(
         self, request: GenerateRequest, first: Chunk, kv_bytes: int, on_end: OnEnd
     ) -> KvTransferParams:
-        """Begin the transfer of a prefill call, which is pending from now on.
-
-        Return its KV transfer parameters, without engine state.
+        """Begin the transfer of a prefill call. The transfer is pending from now on.
 
         Args:
             request: the call.
             first: the first output token.
             kv_bytes: size of the KV.
             on_end: called once, at the end of the transfer.
+
+        Returns:
+            The KV transfer parameters, without engine state.
         """
-        # The id is secret: a worker that knows it can release the transfer and read its KV.
+        # The id is secret, because a worker that knows it can release the transfer and read its KV.
         transfer_id = f"{self.identity.prefill_instance_id:x}-{secrets.token_hex(_ID_BYTES)}"
         expiry = asyncio.get_running_loop().call_later(self._ttl_s, self._expire, transfer_id)
         prompt_tokens = len(request.token_ids)
@@ -114,16 +115,19 @@ class PendingTransfers:
     def validate(
         self, request: GenerateRequest, *, kv_bytes: int | None = None
     ) -> KvTransferParams:
-        """Return the KV transfer parameters of a decode call, checked against it and this engine.
+        """Check that the KV transfer parameters of a decode call fit the call and this engine.
 
         Args:
             request: the call.
-            kv_bytes: size of the prompt's KV; None if it may differ.
+            kv_bytes: size of the prompt's KV, or None if the size may differ.
+
+        Returns:
+            The KV transfer parameters.
 
         Raises:
             RequestRejected: the call has no KV transfer parameters.
             TransferExpired: the transfer has expired.
-            TransferMismatch: names the field that differs.
+            TransferMismatch: a field differs. The error names it.
         """
         kv_params = request.kv_params
         if kv_params is None:
@@ -143,7 +147,7 @@ class PendingTransfers:
         self._end(transfer_id, outcome)
 
     def _end(self, transfer_id: str, outcome: ReleaseOutcome | None) -> None:
-        """End a transfer, if it is pending. `outcome`: None if it has expired."""
+        """End a transfer if it is pending. If the transfer has expired, `outcome` is None."""
         ended = self._pending.pop(transfer_id, None)
         if ended is None:
             return
@@ -166,7 +170,7 @@ class PendingTransfers:
 
 
 def _require_equal(kv_params: KvTransferParams, name: str, ours: int) -> None:
-    """Check a number of the parameters. Raises TransferMismatch if it is not `ours`."""
+    """Raise TransferMismatch if a number in the parameters is not `ours`."""
     theirs = getattr(kv_params, name)
     if theirs != ours:
         raise TransferMismatch(
@@ -177,12 +181,12 @@ def _require_equal(kv_params: KvTransferParams, name: str, ours: int) -> None:
 
 
 class KvTransfers(PendingTransfers):
-    """The KV transfers of an engine over a backend, which it owns.
+    """The KV transfers of an engine over a backend.
 
     This object is the `KvHolder` of the engine's streams.
 
     Args:
-        backend: moves the KV.
+        backend: moves the KV. This object owns the backend.
         config: the configuration of the worker.
         engine: name of the engine.
         instance_id: id of the worker.
@@ -211,11 +215,11 @@ class KvTransfers(PendingTransfers):
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """The addresses to which readers connect, as far as the started backend knows them."""
+        """The addresses to which readers connect, or () if the backend does not know them."""
         return (self.backend.address,) if self.backend.address else ()
 
     def use_guard(self, guard: TransferGuard) -> None:
-        """Check the addresses of fetches, and the readers of published KV, with `guard`."""
+        """From now on, let `guard` check the addresses of fetches and the readers of KV."""
         self._guard = guard
         self.backend.guard = guard
 
@@ -234,11 +238,12 @@ class KvTransfers(PendingTransfers):
             request: the prefill call.
             first: the first output token.
             regions: the KV.
-            on_unpublished: called once the memory is no longer read, also if this call fails.
+            on_unpublished: called once, when the memory is no longer read. This is also called if
+                publishing fails.
             ready: see `TransferBackend.publish`.
 
         Returns:
-            The KV transfer parameters. Their engine state is the backend's offer.
+            The KV transfer parameters. Their engine state is the offer of the backend.
         """
         kv_bytes = sum(region.num_bytes for region in regions)
 
@@ -250,7 +255,7 @@ class KvTransfers(PendingTransfers):
         try:
             offer = await self.backend.publish(kv_params.transfer_id, regions, ready=ready)
         except BaseException:
-            # The backend may have published the memory, also if this call was cancelled.
+            # If this call was cancelled, the backend may have published the memory.
             self.release(kv_params.transfer_id, ReleaseOutcome.ABORTED)
             raise
         RECORDER.record(request.request_id, RecordedEvent.KV_PUBLISHED, kv_bytes)
@@ -280,8 +285,8 @@ class KvTransfers(PendingTransfers):
         )
         deadline = first_deadline(kv_params, request.deadline, self._timeout_s, self._epoch())
         if deadline.left_s <= 0:
-            # A frontend counts a TransferTimeout against the pair of workers. The pair is not at
-            # fault: the read has not begun, because this worker had no space in time.
+            # A frontend counts a TransferTimeout as a fault of the pair of workers. Here the pair
+            # is not at fault: the read has not begun, because this worker had no space in time.
             if deadline.error is TransferTimeout:
                 raise TransferExpired(
                     f"KV transfer {kv_params.transfer_id} expired before this worker had space for"
@@ -311,7 +316,7 @@ class KvTransfers(PendingTransfers):
             await self.backend.unpublish(transfer_id)
         except DynamoError as exc:
             log.warning("KV transfer %s: unpublishing failed: %s", transfer_id, exc)
-        except Exception:  # a bug in the backend must not keep `aclose` from closing it
+        except Exception:  # a bug in the backend, after which `aclose` must still close the backend
             log.exception("KV transfer %s: unpublishing failed", transfer_id)
         finally:
             on_unpublished()

@@ -1,12 +1,12 @@
-"""Sign KV transfer parameters at prefill workers, and admit only right ones at decode workers.
+"""Sign KV transfer parameters at prefill workers, and check the signature at decode workers.
 
 The parameters travel from the prefill worker over a frontend to the decode worker. Workers with
-keys (`--kv-transfer-key-file`) sign them, so that no client of NATS without a key can make a decode
-worker connect, allocate memory or read KV. Frontends need no key: they name the receivers, and pass
-the signed parameters on.
+keys (`--kv-transfer-key-file`) sign the parameters. So a client of NATS without a key can't make a
+decode worker connect, allocate memory or read KV. Frontends need no key, because they only name the
+receivers, and pass the signed parameters on.
 
-A signature covers the parameters (with the prefill instance and the expiry), the request and the
-receivers. It is HMAC-SHA256 over the values in a fixed order.
+A signature covers the parameters, which contain the prefill instance and the expiry, and also the
+request and the receivers. It is HMAC-SHA256 over these values in a fixed order.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _PURPOSE: Final = "dynamo_trtllm: KV transfer parameters 1"
 
 
 class _Expiry(NamedTuple):
-    """When the signed parameters of a transfer expire."""
+    """The time at which the signed parameters of a transfer expire."""
 
     expires_at: float
     transfer_id: str
 
 
 class _UsedTransfers:
-    """The transfers whose signed parameters a call uses or has used, so that others may not.
+    """The transfers whose signed parameters were used. No other call may use them.
 
     Args:
         clock: returns seconds since the epoch.
@@ -54,9 +54,9 @@ class _UsedTransfers:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._fetching: set[str] = set()  # ids of transfers that calls fetch now
-        # Ids of transfers whose KV has arrived. They are removed at their expiry, because they are
-        # rejected as expired from then on.
+        self._fetching: set[str] = set()  # ids of the transfers that calls are fetching
+        # Ids of the transfers whose KV has arrived. An id is removed when its parameters expire,
+        # because from then on they are rejected as expired.
         self._fetched: set[str] = set()
         self._expiries: list[_Expiry] = []  # a heap of the expiries of `_fetched`
 
@@ -84,7 +84,8 @@ class _UsedTransfers:
 class AdmittedFetch:
     """A decode call with signed parameters, which `TransferSigner.admit_fetch` has admitted.
 
-    No other call may use the parameters until `end`, and none after `note_arrival`.
+    Until `end`, no other call may use the parameters. After `note_arrival`, no call may use them
+    again.
     """
 
     __slots__ = ("_expires_at", "_transfer_id", "_used")
@@ -96,11 +97,11 @@ class AdmittedFetch:
         used.begin(self._transfer_id)
 
     def note_arrival(self) -> None:
-        """Note that the KV has arrived: the parameters can't be used again."""
+        """Note that the KV has arrived, so that no call can use the parameters again."""
         self._used.add_fetched(self._transfer_id, self._expires_at)
 
     def end(self) -> None:
-        """End the call. If its KV has not arrived, another call may use the parameters."""
+        """End the call. If the KV has not arrived, another call may use the parameters."""
         self._used.end(self._transfer_id)
 
 
@@ -137,7 +138,7 @@ class TransferSigner:
         """Check that a prefill call names the receivers of its KV, if this worker has a key.
 
         Raises:
-            TransferRejected: it names none.
+            TransferRejected: the call names no receivers.
         """
         if self._keys is not None and not request.kv_receivers:
             self._count(Rejection.NO_RECEIVER)
@@ -153,8 +154,8 @@ class TransferSigner:
         """Return the parameters with a signature, or unchanged if this worker has no key."""
         if self._keys is None:
             return kv_params
-        # The signature must cover the values that the decode worker decodes: an engine may have
-        # given an integer for a float, which is encoded differently.
+        # The signature must cover the values as the decode worker decodes them. They may differ
+        # from these: an engine may have given an integer for a float, which is encoded differently.
         as_read = decode(encode(kv_params), KvTransferParams)
         signature = _signature(self._keys.signing(), as_read, request_id, tuple(receivers))
         return msgspec.structs.replace(as_read, signature=signature)
@@ -163,8 +164,8 @@ class TransferSigner:
         """Sign parameters of this worker again, for other receivers.
 
         Raises:
-            TransferRejected: this worker has not signed them.
-            TransferExpired: they have expired.
+            TransferRejected: this worker has not signed the parameters.
+            TransferExpired: the parameters have expired.
         """
         signature = self._verified(kv_params)
         prefill_id = kv_params.prefill_instance_id
@@ -183,12 +184,13 @@ class TransferSigner:
         """Check the parameters of a decode call, before anything is allocated for it.
 
         Returns:
-            The fetch, which the caller ends. None: this worker has no keys and the
-            parameters no signature, so nothing is checked.
+            The fetch. The caller has to end it. None: nothing was checked, because this worker has
+            no keys and the parameters have no signature.
 
         Raises:
-            TransferRejected: they are forged, used already, or not for this worker or request.
-            TransferExpired: they have expired.
+            TransferRejected: the parameters are forged, used already, or not for this worker or
+                request.
+            TransferExpired: the parameters have expired.
         """
         if self._keys is None and kv_params.signature is None:
             return None
@@ -214,7 +216,7 @@ class TransferSigner:
         return AdmittedFetch(kv_params, self._used)
 
     def _verified(self, kv_params: KvTransferParams) -> TransferSignature:
-        """Return the signature of parameters, if it is valid and they have not expired."""
+        """Return the signature of parameters. Raises the errors of `admit_fetch`."""
         if self._keys is None:
             raise rejection(
                 kv_params,
@@ -259,8 +261,9 @@ class TransferSigner:
 def _signature(
     key: TransferKey, kv_params: KvTransferParams, request_id: str, receivers: tuple[int, ...]
 ) -> TransferSignature:
-    # MessagePack values carry their lengths, so no two lists of values have the same bytes. The
-    # order is part of the format: a new field of the parameters needs a new purpose.
+    # Values of MessagePack contain their lengths. So two different lists of values never have the
+    # same bytes. The order is part of the format. If a field is added to the parameters, the text
+    # of _PURPOSE must change.
     signed = (
         _PURPOSE,
         request_id,

@@ -1,9 +1,9 @@
 """Transfer KV over plain TCP, for hosts without NIXL.
 
-Each fetch has a connection of its own, and the KV must be in CPU memory.
+Each fetch has a connection of its own, and the KV must be in CPU memory. KV is not encrypted.
 
-An offer contains the token of its transfer. The listener answers only peers that present the token
-or, with keys, a proof that a peer without a key can't compute from the token. KV is not encrypted.
+An offer contains the token of its transfer. Without keys, the listener answers only peers that
+present the token. With keys, peers must present a proof, which is computed from token and key.
 
 The reader sends `_REQUEST` and the id of the transfer. The listener answers with `_REPLY` and the
 regions, which the reader confirms with `_ACK`. If the offer names a checksum method, the magic of
@@ -64,20 +64,20 @@ _REQUEST = struct.Struct(f"!4s{_TOKEN_BYTES}sH")
 _REPLY = struct.Struct("!4s?Q")  # magic, whether the KV is published, number of bytes that follow
 _CHECKSUM = struct.Struct("!Q")
 _ACK = b"\x01"
-# Connections that may wait to be accepted. The kernels of further peers retry seconds later.
+# Most connections that may wait to be accepted. The kernels of further peers retry seconds later.
 _BACKLOG = 4096
-# At most half of the files that the process may open are connections, and at most a quarter are
-# connections that have sent no request yet. Otherwise strangers could use up all files.
-_CONNECTION_FILES = 1 / 2
-_FILES_WITHOUT_REQUEST = 1 / 4
-_LOG_EVERY_S = 10.0  # least time between two log lines about closed connections
+# The shares of the files that the process may open: at most a half are connections, and at most a
+# quarter are connections that have sent no request yet. Otherwise strangers could use up all files.
+_CONNECTION_SHARE = 1 / 2
+_WITHOUT_REQUEST_SHARE = 1 / 4
+_LOG_EVERY_S = 10.0  # shortest time between two log lines about closed connections
 
 
 class TcpLimits(NamedTuple):
-    """What a listener allows its peers."""
+    """The limits of a listener for its peers."""
 
     max_connections: int = 4096
-    max_without_request: int = 1024  # connections
+    max_without_request: int = 1024  # most connections that have sent no request yet
     request_timeout_s: float = 5.0  # a connection without a request is closed after this time
 
 
@@ -99,7 +99,7 @@ class PublishedRegions:
     regions: tuple[MemoryRegion, ...]
     ready: int  # number of regions that hold their data
     checksum: OfferChecksum | None = None
-    # Set at the next change, and then replaced by another event.
+    # The next change sets this event, and replaces it by a new one.
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     readers: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -112,10 +112,10 @@ class TcpBackend:
     """A KV transfer backend over TCP.
 
     Args:
-        bind_host: address at which it listens.
+        bind_host: address at which the listener listens.
         advertise_host: address to which other hosts connect.
-        checksums: of the KV.
-        limits: of its listener.
+        checksums: compute the checksums of the KV.
+        limits: the limits of the listener.
     """
 
     name = "tcp"
@@ -129,8 +129,8 @@ class TcpBackend:
     ) -> None:
         self.checksums = checksums or Checksums()
         self._limits = limits
-        # Part of `TransferBackend`, and unused here: only transfers of GPU memory need threads that
-        # are prepared.
+        # Part of `TransferBackend`, but unused here: only threads that transfer GPU memory have to
+        # be prepared.
         self.prepare_thread: Callable[[], None] = lambda: None
         self.guard = TransferGuard()
         # The token of a transfer is derived from this secret and the id of the transfer. So the
@@ -139,9 +139,9 @@ class TcpBackend:
         self._published: dict[str, PublishedRegions] = {}
         self._bind_host = bind_host
         self._advertise_host = advertise_host
-        # Connections without a request, the oldest first.
+        # The tasks of connections that have sent no request yet, the oldest first.
         self._without_request: dict[asyncio.Task[None], None] = {}
-        self._num_closed = 0  # connections closed since the last log line about them
+        self._num_closed = 0  # number of connections closed since the last log line about them
         self._logged_at = -math.inf
         self._listener: socket.socket | None = None
         self._acceptor: Acceptor | None = None
@@ -150,7 +150,7 @@ class TcpBackend:
         """Listen for peers, see `TransferBackend.start`.
 
         Raises:
-            ConfigError: it can't listen at its host.
+            ConfigError: the backend can't listen at `bind_host`.
         """
         self._on_fetched = on_fetched
         host = self._bind_host
@@ -225,7 +225,7 @@ class TcpBackend:
         return hmac.digest(self._token_secret, transfer_id.encode(), "sha256")
 
     def _is_reader(self, transfer_id: str, presented: bytes) -> bool:
-        """Return whether a peer presents the token of a transfer, or the proof with keys."""
+        """Return whether a peer presents the token of a transfer, or with keys the proof."""
         return self.guard.is_reader_proof(presented, transfer_id, self._token(transfer_id))
 
     def mark_ready(self, transfer_id: str, ready: int) -> None:
@@ -274,7 +274,7 @@ class TcpBackend:
                         raise BadFrame("not a KV transfer request")
                     encoded_id = await _receive_bytes(connection, id_bytes)
                     transfer_id = encoded_id.decode(errors="replace")
-                # A peer that has no parameters of the transfer gets no answer.
+                # A peer without the parameters of the transfer gets no answer.
                 if not self._is_reader(transfer_id, presented):
                     raise BadFrame(f"a peer without the parameters of KV transfer {transfer_id!r}")
                 self._without_request.pop(task, None)
@@ -303,11 +303,11 @@ class TcpBackend:
         assert self._acceptor is not None
         max_connections = self._limits.max_connections
         max_without_request = self._limits.max_without_request
-        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if files != resource.RLIM_INFINITY:
-            max_connections = min(max_connections, int(files * _CONNECTION_FILES))
-            max_without_request = min(max_without_request, int(files * _FILES_WITHOUT_REQUEST))
-        # Both numbers are with the new connection, which is not in `_without_request` yet.
+        max_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if max_files != resource.RLIM_INFINITY:
+            max_connections = min(max_connections, int(max_files * _CONNECTION_SHARE))
+            max_without_request = min(max_without_request, int(max_files * _WITHOUT_REQUEST_SHARE))
+        # Both numbers include the new connection, which is not in `_without_request` yet.
         num_connections = self._acceptor.num_connections
         num_without_request = len(self._without_request) + 1
         has_space = (
@@ -315,20 +315,20 @@ class TcpBackend:
         )
         if has_space or self._drop(1):
             return True
-        # All other connections have valid requests. So this one is closed, and its peer has to
-        # retry later.
+        # All other connections have valid requests. So the new connection is closed, and its peer
+        # has to retry later.
         self._note_closed(1)
         return False
 
     def _drop_half(self) -> bool:
-        """Close half of the connections without a request. Return whether there were any.
+        """Close half of the connections without a request. Return False if there is none.
 
-        The acceptor calls this if the process has no file descriptor for another connection.
+        The acceptor calls this if the process has no file descriptor for a new connection.
         """
         return self._drop((len(self._without_request) + 1) // 2)
 
     def _drop(self, count: int) -> bool:
-        """Close the `count` oldest connections without a request. Return whether there were any."""
+        """Close the oldest connections without a request. Return False if there is none."""
         oldest = list(itertools.islice(self._without_request, count))
         for task in oldest:
             del self._without_request[task]
@@ -352,7 +352,7 @@ class TcpBackend:
     async def _send(self, connection: socket.socket, magic: bytes, entry: PublishedRegions) -> None:
         loop = asyncio.get_running_loop()
         total_bytes = sum(region.num_bytes for region in entry.regions)
-        checksum = NOTHING  # of the regions so far
+        checksum = NOTHING  # the checksum of the regions that were sent
         await loop.sock_sendall(connection, _REPLY.pack(magic, True, total_bytes))
         for index, region in enumerate(entry.regions):
             while entry.ready <= index:
@@ -435,10 +435,11 @@ class TcpBackend:
     ) -> int:
         """Receive a region and return the checksum of all regions up to this one.
 
-        `before` is the checksum without it. Each block is hashed while the next one arrives.
+        `before` is the checksum of the regions before. Each block is hashed while the next block
+        arrives.
 
         Raises:
-            TransferFailed: the checksum of the sender is another one.
+            TransferFailed: the checksum differs from that of the sender.
         """
         jobs = []
         try:
@@ -448,7 +449,7 @@ class TcpBackend:
             theirs = await _receive_bytes(connection, _CHECKSUM.size)
             checksum = combined(before, await wait_for_hashes(jobs))
         finally:
-            # The jobs read the memory of the region, which may be freed after this.
+            # The jobs read the memory of the region, which may be freed after this call.
             await end_jobs(jobs)
         if _CHECKSUM.pack(checksum) != theirs:
             raise self.checksums.mismatch(transfer_id)
@@ -460,8 +461,8 @@ class TcpBackend:
         if listener is not None and self._acceptor is not None:
             await self._acceptor.aclose()
             listener.close()
-        # Readers by TCP have ended with the acceptor. Those in the same process may still wait (see
-        # `LoopbackBackend` of the tests).
+        # Readers over TCP have ended with the acceptor. In tests, readers in the same process may
+        # still wait, see `LoopbackBackend`.
         while self._published:
             _, entry = self._published.popitem()
             entry.notify_readers()
@@ -469,17 +470,17 @@ class TcpBackend:
 
 
 async def _receive_bytes(connection: socket.socket, count: int) -> bytearray:
-    """Receive `count` bytes. Raises EOFError as `_receive`."""
+    """Receive `count` bytes. Raises EOFError like `_receive`."""
     received = bytearray(count)
     await _receive(connection, memoryview(received))
     return received
 
 
 async def _receive(connection: socket.socket, target: memoryview) -> None:
-    """Fill `target`.
+    """Fill `target` with the next bytes of the peer.
 
     Raises:
-        EOFError: the peer closed the connection first.
+        EOFError: the peer has closed the connection before `target` was full.
     """
     loop = asyncio.get_running_loop()
     num_received = 0

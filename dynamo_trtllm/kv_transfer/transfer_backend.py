@@ -1,8 +1,8 @@
 """Define the interface of KV transfer backends, and check KV transfer parameters.
 
-The decode worker reads with one-sided reads. A backend transfers regions of memory (address, bytes,
-device); the engine gathers KV blocks into regions and scatters them. `first_deadline` returns the
-time limit that a fetch reaches first.
+The decode worker reads KV from the memory of the prefill worker. A backend transfers regions of
+memory (address, bytes, device). The engine gathers KV blocks into such regions before the transfer,
+and scatters them after it.
 """
 
 from __future__ import annotations
@@ -36,31 +36,32 @@ T = TypeVar("T")
 
 
 class Destination(NamedTuple):
-    """The memory that KV is read into."""
+    """The memory into which KV is read."""
 
     # Regions with the sizes of the published regions, in the same order.
     regions: Sequence[MemoryRegion]
-    # Called with the index of each region, in order, as soon as the region is complete. It runs on
-    # the event loop or on a thread of the backend, never after `TransferBackend.read` has ended,
-    # and must be fast.
+    # Called with the index of each region, in order, as soon as the region is complete. The backend
+    # calls it on the event loop or on a thread of its own, but never after `TransferBackend.read`
+    # has ended. It must be fast.
     on_region: Callable[[int], None] | None = None
 
 
 class TransferBackend(Protocol):
-    """A KV transfer backend; each engine has one.
+    """A KV transfer backend. Each engine has one.
 
-    All calls are made on the event loop. A backend runs blocking library calls on threads of its
-    own.
+    All methods are called on the event loop. A backend runs blocking calls of its library on
+    threads of its own.
     """
 
-    # Name in KV transfer parameters and logs, such as "nixl/ucx" or "tcp".
+    # The name in KV transfer parameters and logs, such as "nixl/ucx" or "tcp".
     name: str
     checksums: Checksums
-    # Says what a reader presents, and checks it. A backend whose library serves readers on its own
-    # ignores it.
+    # Decides what a reader presents, and checks it. If a library serves the readers, the backend
+    # ignores the guard.
     guard: TransferGuard
     # Called on each thread that passes memory to the library, before `start` returns or when the
-    # thread starts. An engine with GPU memory sets it, to make that GPU the thread's current one.
+    # thread starts. An engine with GPU memory sets this, to make its GPU the current GPU of the
+    # thread.
     prepare_thread: Callable[[], None]
 
     async def start(self, on_fetched: Callable[[str], None]) -> None:
@@ -76,12 +77,15 @@ class TransferBackend(Protocol):
 
     @property
     def address(self) -> str:
-        """The "host:port" to which readers connect, once it is started; "": its library decides."""
+        """The "host:port" to which readers connect.
+
+        "": the backend is not started, or the library chooses the address.
+        """
 
     def address_in(self, offer: bytes, transfer_id: str) -> str:
         """Return the "host:port" to which a read with this offer connects.
 
-        Return "" if it is unknown, because the offer is in the format of a library.
+        "": the address is unknown, because the offer is in the format of a library.
 
         Raises:
             TransferFailed: another backend created the offer.
@@ -104,11 +108,11 @@ class TransferBackend(Protocol):
         Args:
             transfer_id: the id of the transfer.
             regions: the regions, in order.
-            ready: the number of regions at the front that hold their data; None: all. Readers wait
-                for `mark_ready` before they read the others.
+            ready: how many of the first regions hold their data. None: all. Readers wait for
+                `mark_ready` before they read the other regions.
 
         Returns:
-            The offer: what a peer passes to `read`.
+            The offer, which a peer passes to `read`.
 
         Raises:
             TransferFailed: the backend is not running, or can't transfer such memory. If this
@@ -119,34 +123,39 @@ class TransferBackend(Protocol):
         """Report that the first `ready` regions hold their data. Unknown ids are ignored."""
 
     async def unpublish(self, transfer_id: str) -> None:
-        """Stop publishing; the memory may be reused when this returns. Unknown ids are ignored."""
+        """Stop publishing a transfer. Unknown ids are ignored.
+
+        When this returns, the memory may be reused.
+        """
 
     async def read(
         self, transfer_id: str, offer: bytes, to: Destination, *, timeout_s: float
     ) -> None:
-        """Read a published transfer into own memory and notify its prefill worker.
+        """Read a published transfer into memory of this process, and notify the prefill worker.
 
-        Nothing is written to its regions after this returns, raises or is cancelled. The data is
-        valid only after this returns, because some backends compare the checksum of all regions
-        last.
+        After this returns, raises or is cancelled, nothing more is written to the regions of `to`.
+        The data is valid only when this has returned, because some backends compare the checksum
+        at the end.
 
         Args:
             transfer_id: the id of the transfer.
             offer: the bytes that `publish` returned.
-            to: where the KV goes.
+            to: the memory into which the KV is read.
             timeout_s: the longest time for the read, in seconds.
 
         Raises:
-            TransferTimeout: the time is over.
+            TransferTimeout: the read took longer than `timeout_s`.
             TransferFailed: the peer died, the transfer is no longer published, or the checksum is
                 wrong.
         """
 
     def check(self) -> None:
-        """Check that this backend can send and fetch KV. It is called often and must be cheap.
+        """Check that this backend can send and fetch KV.
+
+        This is called often, so it must be cheap.
 
         Raises:
-            EngineFailed: it can't.
+            EngineFailed: the backend can't send or fetch KV any more.
         """
 
     async def aclose(self) -> None:
@@ -157,7 +166,7 @@ def decode_offer(form: type[T], offer: bytes, transfer_id: str, backend: str) ->
     """Decode the offer of a transfer.
 
     Raises:
-        TransferFailed: another backend created it.
+        TransferFailed: another backend created the offer.
     """
     try:
         return decode(offer, form)
@@ -172,9 +181,9 @@ def collecting_call(
 ) -> GenerateRequest:
     """Return a decode call that fetches the KV of a prompt and generates as little as possible.
 
-    Its only purpose is the fetch, after which the prefill worker's library frees the KV. It allows
-    one token more than prefill has generated, because an engine rejects a decode call that has
-    nothing to generate.
+    The only purpose of the call is the fetch, after which the library of the prefill worker frees
+    the KV. An engine rejects a decode call that has nothing to generate. Therefore the call may
+    generate one token more than prefill has generated.
 
     Args:
         request: the request whose KV is not needed any more.
@@ -197,22 +206,22 @@ def collecting_call(
 
 TRANSFER_PARAMS_VERSION = 1  # version of KvTransferParams
 
-# The fields of KvLayout that must be equal at prefill and decode. The number of ranks may differ
-# where an engine allows it (`kv_compat`).
+# The fields of KvLayout that must be equal at prefill and decode. The number of ranks may differ.
+# An engine that needs equal numbers puts its own into `kv_compat`, too.
 EQUAL_LAYOUT = tuple(name for name in KvLayout.__struct_fields__ if name != "tensor_parallel_size")
 
-_FLAGS = {"layout.block_tokens": "--kv-block-size"}  # field -> flag of the worker that sets it
+_FLAGS = {"layout.block_tokens": "--kv-block-size"}  # the flags that set a field, by field
 
 
 class TransferIdentity(NamedTuple):
-    """What the parameters of all KV transfers of one engine have in common."""
+    """The values that the parameters of all KV transfers of one engine have in common."""
 
     engine: str
     prefill_instance_id: int
     model: str
     layout: KvLayout
     kv_compat: Mapping[str, str]  # further values that must be equal at prefill and decode
-    transport: str  # informational
+    transport: str  # the name of the backend, which is not compared
 
 
 def check_params(kv_params: KvTransferParams, identity: TransferIdentity, *, now: float) -> None:
@@ -236,7 +245,7 @@ def check_params(kv_params: KvTransferParams, identity: TransferIdentity, *, now
         at_prefill = getattr(kv_params.layout, name)
         at_decode = getattr(identity.layout, name)
         compared.append((f"layout.{name}", at_prefill, at_decode))
-    # A name that only one side has differs, too.
+    # If only one side has a name, the value of the other side is None, so the values differ.
     names = sorted(kv_params.kv_compat.keys() | identity.kv_compat.keys())
     compared += [
         (name, kv_params.kv_compat.get(name), identity.kv_compat.get(name)) for name in names
@@ -259,11 +268,11 @@ def check_params(kv_params: KvTransferParams, identity: TransferIdentity, *, now
 class Deadline(NamedTuple):
     """The time limit that a fetch reaches first.
 
-    The kind of error tells the frontend whether the KV transfer is at fault, and thus what to
-    retry.
+    The kind of error tells the frontend whether the KV transfer is at fault. The frontend decides
+    by this what to retry.
     """
 
-    left_s: float  # seconds until it is reached
+    left_s: float  # seconds until the deadline is reached
     error: type[DynamoError]  # the error of a fetch that has reached the deadline
     message: str
 
@@ -279,7 +288,7 @@ def first_deadline(
         now: seconds since the epoch.
     """
     late = f"KV transfer {kv_params.transfer_id} did not finish before"
-    # If two deadlines are equal, the first one counts.
+    # If two deadlines are equal, `min` returns the one that comes first here.
     deadlines = (
         Deadline(deadline - now, DeadlineExceeded, f"{late} the request's deadline passed"),
         Deadline(kv_params.expires_at - now, TransferTimeout, f"{late} it expired"),

@@ -1,7 +1,7 @@
 """Define the Prometheus metrics of frontends and workers, and collect and render them.
 
-Metrics are observed per step or per request, not per token. Label values are from a small closed
-set, never a client's. The names of API keys are the operator's.
+Metrics are observed for each step or request, but not for each token. A label has only few possible
+values. Clients can't choose them: even the names of API keys are chosen by the operator.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from dynamo_trtllm.protocol.phases import PHASES, PhaseSeconds
 from dynamo_trtllm.protocol.shares import Shares
 
 _PHASES = frozenset(PHASES)
-_OBSERVED_TOGETHER = 64  # requests
+_OBSERVED_TOGETHER = 64  # so many requests are observed together, see `observe_phases`
 
 
 class HistogramChild:
@@ -54,9 +54,9 @@ class HistogramChild:
 
 
 class Histogram(Collector):
-    """Histogram to observe with `labels(...)`, from one thread.
+    """A histogram. Observe values with `labels(...).observe`, on one thread.
 
-    An observation takes a tenth of the time of prometheus_client's.
+    An observation takes a tenth of the time that the histogram of prometheus_client needs.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Histogram(Collector):
         self._bounds = tuple(buckets)
         self._children: dict[tuple[str, ...], HistogramChild] = {}
         if not labels:
-            self.labels()  # shown before the first observation, too
+            self.labels()  # so that the histogram is shown before the first observation, too
 
     def labels(self, *values: object) -> HistogramChild:
         """Return the child of these label values. Create it at the first call."""
@@ -100,8 +100,8 @@ class Histogram(Collector):
 
 
 PREFIX = "dynamo_trtllm_"
-MAX_WORKERS = 256  # workers that have a label of their own
-MAX_KEYS = 256  # API keys that have a label of their own
+MAX_WORKERS = 256  # most workers that have a label of their own
+MAX_KEYS = 256  # most API keys that have a label of their own
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Kind = Literal["counter", "gauge", "histogram"]
@@ -145,22 +145,22 @@ _BUCKETS = {
         1.0,
         5.0,
     ),
-    # The KV of one prompt has from 64 KiB (a block of a small model) to 16 GiB. Each bound is four
-    # times the one before.
+    # From 64 KiB, the KV of one block of a small model, to 16 GiB. Each bound is four times the
+    # bound before.
     "bytes": tuple(float(1 << exponent) for exponent in range(16, 35, 2)),
-    # From 1 MB/s to 1 TB/s: a path through host memory has less than 1 GB/s, a network card 10 to
-    # 50, NVLink hundreds.
+    # From 1 MB/s to 1 TB/s. A path through host memory has less than 1 GB/s, a network card 10 to
+    # 50 GB/s, and NVLink hundreds of GB/s.
     "rates": (1e6, 3e6, 1e7, 3e7, 1e8, 3e8, 1e9, 3e9, 1e10, 3e10, 1e11, 3e11, 1e12),
 }
 
 
-_MAX_FIELDS = 100  # ignored fields that are counted by their name
+_MAX_FIELDS = 100  # most ignored fields that are counted by their name
 
 
 class Metric(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One row of metrics.json. The exported name is PREFIX plus `name`; `help` is its help text.
 
-    `meaning` is Markdown that docs/reference-metrics.md has in place of `help`, if it says more.
+    `meaning` is a longer text in Markdown, which docs/reference-metrics.md shows instead of `help`.
     """
 
     process: Process
@@ -178,20 +178,20 @@ TABLE = msgspec.json.decode(
 
 
 class ClientLoad(NamedTuple):
-    """What one client uses of the workers, by one process of a frontend."""
+    """How much of the workers one client uses, at one process of a frontend."""
 
-    weight: float  # its share, relative to others
-    tokens: int  # of the last minute, as they count for shares
-    waiting: int  # requests
-    running: int  # choices
+    weight: float  # the share of the client, relative to the shares of others
+    tokens: int  # tokens of the last minute, as they count for shares
+    waiting: int  # number of requests that wait
+    running: int  # number of choices that run
 
 
 def read_client_loads(page: str) -> dict[str, ClientLoad]:
-    """Return what API keys use, by name, from the metrics of a frontend as text."""
+    """Read how much each API key uses, by name, from the metrics page of a frontend."""
     prefix = f"{PREFIX}key_"
     lines = [line for line in page.split("\n") if line.startswith(prefix)]
     loads: dict[str, ClientLoad] = {}
-    values: dict[tuple[str, str], int] = {}  # by metric and key
+    values: dict[tuple[str, str], int] = {}  # the values, by metric and key
     for family in text_string_to_metric_families("\n".join(lines) + "\n"):
         for sample in family.samples:
             key = sample.labels["key"]
@@ -210,13 +210,13 @@ def read_client_loads(page: str) -> dict[str, ClientLoad]:
 class LearnedCosts(NamedTuple):
     """What a worker has learned of one kind of time."""
 
-    num_samples: int  # 0: nothing, the coefficients are its prior
-    coefficients: dict[str, float]  # seconds by term
+    num_samples: int  # 0: the worker has learned nothing, so the coefficients are its prior
+    coefficients: dict[str, float]  # seconds, by term
 
 
 def read_costs(page: str) -> dict[str, LearnedCosts]:
-    """Return what a worker has learned, by kind, from its metrics as text."""
-    prefix = f"{PREFIX}cost_s"  # of `cost_samples` and `cost_seconds`
+    """Read what a worker has learned, by kind of time, from its metrics page."""
+    prefix = f"{PREFIX}cost_s"  # the prefix of `cost_samples` and `cost_seconds`
     lines = [line for line in page.split("\n") if line.startswith(prefix)]
     costs: dict[str, LearnedCosts] = {}
     for family in text_string_to_metric_families("\n".join(lines) + "\n"):
@@ -232,7 +232,7 @@ def read_costs(page: str) -> dict[str, LearnedCosts]:
 
 
 def bucket_bounds(process: Process, name: str) -> tuple[float, ...]:
-    """Return the upper bounds of the buckets of a histogram. The last bucket has none."""
+    """Return the upper bounds of the buckets of a histogram. The last bucket has no bound."""
     rows = [row for row in TABLE if row.process == process and row.name == name]
     return _BUCKETS[rows[0].buckets]
 
@@ -249,10 +249,10 @@ class ProcessMetrics:
             if row.process == process:
                 self._metrics[row.name] = self._register(row)
         ProcessCollector(registry=self._registry)
-        # The dropped lines that the metric has counted.
+        # The number of dropped lines that the metric includes.
         self._num_dropped_lines = OUTPUTS.num_dropped_lines
-        # Returns the child of a metric, from its name and label values. prometheus_client takes
-        # long to find it.
+        # Returns the child of a metric by its name and label values. It has a cache, because
+        # prometheus_client takes long to find a child.
         self.child: Callable[..., Any] = functools.cache(self._find_child)
 
     def _register(self, row: Metric) -> Any:
@@ -269,7 +269,7 @@ class ProcessMetrics:
         return self._metrics[name].labels(*labels)
 
     def count(self, name: str, label: str) -> None:
-        """Count an event by a metric with one label. `label`: its value."""
+        """Count an event in a metric with one label. `label` is the value of the label."""
         self.child(name, label).inc()
 
     def message_unreadable(self) -> None:
@@ -284,7 +284,7 @@ class ProcessMetrics:
         return generate_latest(self._registry)
 
     def watch(self, **gauges: Callable[[], float]) -> None:
-        """Set the functions that return the values of gauges at each scrape, by name."""
+        """Set the functions that return the value of each gauge at a scrape."""
         for name, read in gauges.items():
             self._metrics[name].set_function(read)
 
@@ -297,17 +297,19 @@ class FrontendMetrics(ProcessMetrics):
 
     def __init__(self) -> None:
         super().__init__("frontend")
-        # Returns the page of all processes of this frontend.
+        # Returns the page of all processes of this frontend. None: there is only this process.
         self.gather: Callable[[], Awaitable[bytes]] | None = None
-        # gauges, with a value per instance id
+        # The gauges that have a value for each worker, by name. Each function returns the values by
+        # instance id.
         self.by_worker: dict[str, Callable[[], Mapping[int, int]]] = {}
         # Returns the shares of elastic workers, by instance id.
         self.shares: Callable[[], Mapping[int, Shares]] = dict
-        # Returns what API keys use, by name.
+        # Returns the load of API keys, by name.
         self.by_key: Callable[[], Mapping[str, ClientLoad]] = dict
         self._num_inflight = 0
-        self._unobserved: list[tuple[str, PhaseSeconds]] = []  # phases of a model's requests
-        self._fields: set[str] = set()  # names of ignored fields that have a counter
+        # The models and phases of requests that are not observed yet.
+        self._unobserved: list[tuple[str, PhaseSeconds]] = []
+        self._fields: set[str] = set()  # the names of ignored fields that have a counter
         self.watch(inflight=self._read_inflight)
 
     def _read_inflight(self) -> float:
@@ -330,7 +332,7 @@ class FrontendMetrics(ProcessMetrics):
     def request_finished(self, *, model: str, endpoint: str, code: str, seconds: float) -> None:
         """Count a finished request, once for each `request_started`.
 
-        `code` is "ok", "cancelled" or an error's.
+        `code` is "ok", "cancelled" or the code of an error.
         """
         self._num_inflight -= 1
         self.child("requests_total", model, endpoint, code).inc()
@@ -339,26 +341,33 @@ class FrontendMetrics(ProcessMetrics):
     def probe_finished(self, *, model: str, code: str) -> None:
         """Count a probe of a worker pair.
 
-        `code` is "ok"; "mismatch" (tokens differ from those of the decode worker alone, so the KV
-        is wrong); "failed" (too few tokens, too late, or no KV read); "gone"; or an error's.
+        `code` is one of these, or the code of an error:
+            ok: the tokens are right.
+            mismatch: the tokens differ from those of the decode worker alone, so the KV is wrong.
+            failed: there were too few tokens, or they came too late, or no KV was read.
+            gone: a worker of the pair has left.
         """
         self.child("probes_total", model, code).inc()
 
     def field_ignored(self, name: str) -> None:
         """Count a request with an ignored field.
 
-        Clients choose the names, so later ones are counted as "other".
+        Clients choose the names of fields. So only the first _MAX_FIELDS names have a counter, and
+        further fields are counted as "other".
         """
         if len(self._fields) < _MAX_FIELDS:
             self._fields.add(name)
         self.child("ignored_fields_total", name if name in self._fields else "other").inc()
 
     def kv_collected(self, outcome: str) -> None:
-        """Count a collection of the KV of a cancelled request. `outcome`: see `KvCollector`."""
+        """Count a collection of the KV of a cancelled request.
+
+        `KvCollector` describes the outcomes.
+        """
         self.child("kv_collections_total", outcome).inc()
 
     def query_of_death(self, outcome: str) -> None:
-        """Count a request that ends workers. `outcome`: "given_up" or "rejected"."""
+        """Count a request that ends workers. `outcome` is "given_up" or "rejected"."""
         self.child("queries_of_death_total", outcome).inc()
 
     def traces_dropped(self, count: int) -> None:
@@ -368,10 +377,10 @@ class FrontendMetrics(ProcessMetrics):
     def observe_phases(self, *, model: str, phases: PhaseSeconds) -> None:
         """Observe the phases of one request.
 
-        Phases that only a newer worker knows have the label "unknown".
+        A phase that only a newer worker knows has the label "unknown".
 
-        Many requests are observed together. This takes less time, because the CPU's caches have the
-        code and data from the request before.
+        Requests are collected and observed together. This takes less time, because the caches of
+        the CPU still have the code and data from the last request.
         """
         self._unobserved.append((model, phases))
         if len(self._unobserved) >= _OBSERVED_TOGETHER:
@@ -387,15 +396,14 @@ class FrontendMetrics(ProcessMetrics):
     def render(self) -> bytes:
         """Return the metrics of this process.
 
-        Gauges by worker are of at most MAX_WORKERS workers, those with the highest values. Gauges
-        by key are of at most MAX_KEYS keys, those with the most tokens.
+        If there are more than MAX_WORKERS workers, those with the highest values have gauges. If
+        there are more than MAX_KEYS keys, those with the most tokens have gauges.
         """
         self._observe_all()
         for name, read in self.by_worker.items():
             gauge = self._metrics[name]
             values = read()
-            # Values of workers that are gone disappear.
-            gauge.clear()
+            gauge.clear()  # so that the values of workers that are gone disappear
             for instance_id in heapq.nlargest(MAX_WORKERS, values, key=values.__getitem__):
                 gauge.labels(f"{instance_id:x}").set(values[instance_id])
         self._set_shares()
@@ -403,10 +411,10 @@ class FrontendMetrics(ProcessMetrics):
         return super().render()
 
     def _set_shares(self) -> None:
-        """Set the gauges of elastic workers, of at most MAX_WORKERS."""
+        """Set the gauges of the shares of elastic workers."""
         shares = self.shares()
         gauge = self._metrics["worker_share"]
-        gauge.clear()  # of workers that are gone
+        gauge.clear()  # so that the values of workers that are gone disappear
 
         def total(instance_id: int) -> float:
             return shares[instance_id].prefill + shares[instance_id].decode
@@ -419,14 +427,14 @@ class FrontendMetrics(ProcessMetrics):
     def _set_keys(self) -> None:
         """Set the gauges by key.
 
-        The weight is a label, because gauges of several processes are summed.
+        The weight of a key is a label. As a value, it would be summed over several processes.
         """
         loads = self.by_key()
         tokens = self._metrics["key_tokens_last_minute"]
         waiting = self._metrics["key_waiting"]
         running = self._metrics["key_running"]
         for gauge in (tokens, waiting, running):
-            gauge.clear()  # of keys that use nothing any more
+            gauge.clear()  # so that keys that use nothing any more disappear
         for name in heapq.nlargest(MAX_KEYS, loads, key=lambda name: loads[name].tokens):
             load = loads[name]
             tokens.labels(name, f"{load.weight:g}").set(load.tokens)
@@ -443,7 +451,8 @@ class FrontendMetrics(ProcessMetrics):
         return await self.gather()
 
 
-# Statistics of an engine that only grow. Their metrics are counters, with "_total" after the name.
+# The statistics of an engine that never fall. Their metrics are counters, whose names end with
+# "_total".
 _GROWING = frozenset({"kv_checksum_mismatches", "kv_event_gaps", "kv_events_unreadable"})
 
 
@@ -452,12 +461,12 @@ class WorkerMetrics(ProcessMetrics):
 
     def __init__(self) -> None:
         super().__init__("worker")
-        self._counted = dict.fromkeys(_GROWING, 0)  # the engine's counts at the last scrape
+        self._counted = dict.fromkeys(_GROWING, 0)  # the counts of the engine at the last scrape
 
     def observe_prediction(self, kind: str, ratio: float, is_covered: bool) -> None:
-        """Observe the ratio of a measured time to the predicted one.
+        """Observe the ratio of a measured time to the predicted time.
 
-        `is_covered`: it was within the predicted interval.
+        `is_covered` is True if the measured time was within the predicted interval.
         """
         outcome = "within" if is_covered else "outside"
         self.child("time_ratio", kind).observe(ratio)
@@ -474,7 +483,7 @@ class WorkerMetrics(ProcessMetrics):
         self.child("kv_transfer_bytes_per_second", transport).observe(timings.kv_bytes / seconds)
 
     def transfer_rejected(self, reason: str) -> None:
-        """Count a rejected KV transfer. `reason`: a `kv_transfer.rejections.Rejection`."""
+        """Count a rejected KV transfer. `reason` is a `kv_transfer.rejections.Rejection`."""
         self.child("rejected_kv_transfers_total", reason).inc()
 
     def key_reload_failed(self) -> None:
@@ -492,7 +501,7 @@ class WorkerMetrics(ProcessMetrics):
     def render(self, engine: Mapping[str, int] | None = None) -> bytes:
         """Return the metrics as `ProcessMetrics.render` does, with statistics of the engine.
 
-        `engine`: its statistics by name; None: unchanged.
+        `engine` has the statistics by name. None: the statistics stay as they are.
         """
         for name, value in (engine or {}).items():
             if name in _GROWING:
@@ -503,15 +512,15 @@ class WorkerMetrics(ProcessMetrics):
         return super().render()
 
 
-# Gauges of a plan. Get them by `labels`, not by `child`, whose cache has children that `clear` has
-# removed.
+# The gauges of a plan. Use `labels` for them, and not `child`: the cache of `child` may return a
+# child that `clear` has removed.
 _PLAN = ("planner_workers", "planner_wanted_workers", "planner_predicted_seconds")
 
 
 class PlannerMetrics(ProcessMetrics):
     """Metrics of a planner.
 
-    An autoscaler may follow its gauges, so they have values only while this planner decides.
+    An autoscaler may follow the gauges, so they have values only while this planner decides.
     """
 
     def __init__(self) -> None:
@@ -530,8 +539,8 @@ class PlannerMetrics(ProcessMetrics):
     def clear_plan(self) -> None:
         """Clear the gauges of the plan.
 
-        It is called before each new plan, so that models that are gone disappear, and when this
-        planner no longer decides.
+        This is called when this planner no longer decides. It is also called before each new plan,
+        so that models that are gone disappear.
         """
         for name in _PLAN:
             self._metrics[name].clear()
@@ -540,9 +549,10 @@ class PlannerMetrics(ProcessMetrics):
     def add_workers(
         self, model: str, workers: Mapping[str, int], wanted: Mapping[str, int]
     ) -> None:
-        """Add the numbers of workers of a pool, by role: those that there are, and are needed.
+        """Add the numbers of workers of a pool, by role: the present and the needed workers.
 
-        A model has several pools while workers that do not match run, as in an update.
+        A model has several pools while workers run that can't transfer KV to each other, for
+        example during an update.
         """
         for role, count in workers.items():
             self._metrics["planner_workers"].labels(model, role).inc(count)
@@ -550,9 +560,9 @@ class PlannerMetrics(ProcessMetrics):
             self._metrics["planner_wanted_workers"].labels(model, role).inc(count)
 
     def add_predicted(self, model: str, ttft_s: float, itl_s: float) -> None:
-        """Add the times that are predicted for a pool with the shares of now.
+        """Add the times that are predicted for a pool with its present shares.
 
-        The gauges have those of the slowest pool of the model.
+        The gauges show the times of the slowest pool of the model.
         """
         for time, seconds in (("ttft", ttft_s), ("itl", itl_s)):
             slowest_s = max(seconds, self._slowest_s.get((model, time), 0.0))

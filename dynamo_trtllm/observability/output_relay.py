@@ -1,11 +1,11 @@
 """Pass on the output of a process, and drop lines instead of letting the process wait.
 
-`outputs` runs this file as a program, with one pipe for each output, and again if it is killed. It
-must not import this package.
+The module `outputs` runs this file as a program, with one pipe for each output. If the program is
+killed, `outputs` starts it again. This file must not import this package.
 
-The relay is a process because a thread of the served process would not do. A thread needs the GIL,
-which a library may hold while it prints. And a crash would end the thread, although the last lines
-before a crash matter most.
+The relay must be a process of its own. A thread of the served process would need the GIL, which a
+library may hold while it prints. Also, a crash would end the thread, although the last lines before
+a crash matter most.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 
-BACKLOG_BYTES = 1 << 20  # limit for one output
-FLUSH_S = 1.0  # the longest time for which the end of the process waits for the backlog
-# Numbers of dropped lines and of queued ones, in memory that both processes share. The queued ones
-# are lost if this process is killed.
+BACKLOG_BYTES = 1 << 20  # most bytes of one output that wait to be written
+FLUSH_S = 1.0  # at the end of the process, the longest wait until the backlog is written
+# The number of dropped lines and the number of queued lines, in memory that both processes share.
+# If this process is killed, the queued lines are lost.
 COUNTERS = struct.Struct("<QQ")
 # Messages on the control socket: the request to flush, and the answer.
 FLUSH = b"f"
 FLUSHED = b"."
 _LOGGER = "observability.output_relay"
 _READ_BYTES = 1 << 16
-_READS_PER_FLUSH = 64  # more than a pipe holds by default
-# Signals that end the served process, too. The relay outlives them, because the process writes its
-# last lines then.
+_READS_PER_FLUSH = 64  # so many reads are enough to empty a pipe of the default size
+# These signals also end the served process. The relay ignores them, because the process writes its
+# last lines at that time.
 _IGNORED_SIGNALS = (
     signal.SIGINT,
     signal.SIGTERM,
@@ -51,18 +51,19 @@ _IGNORED_SIGNALS = (
 
 
 class RelayedOutput:
-    """One output with its backlog. `add` never waits; `run` writes, and may wait without limit.
+    """One output with its backlog. `add` never waits. `run` writes, and may wait without limit.
 
-    When the backlog is full, lines are dropped until all of it is written. Then one line reports
-    their number.
+    When the backlog is full, lines are dropped until the whole backlog is written. Then one line
+    reports how many lines were dropped.
 
     Args:
-        file: file descriptor to write to.
-        notice: returns the line that reports dropped lines, from their number and the reason ("":
-            unknown).
-        on_dropped: called with a number of dropped lines.
+        file: the file descriptor of the output.
+        notice: returns the line that reports dropped lines. The arguments are their number and the
+            reason, which is "" if it is unknown.
+        on_dropped: called with a number of lines that were dropped now.
         on_queued: called with the change in the number of queued lines.
-        on_failed: called with the reason when a write fails, once per series of failed writes.
+        on_failed: called with the reason when a write fails, but not again for failures that
+            directly follow.
         on_idle: called when everything is written.
         on_written: called with the number of bytes after each chunk that is written.
     """
@@ -86,14 +87,13 @@ class RelayedOutput:
         self._on_written = on_written
         self._changed = threading.Condition()
         self._chunks: deque[bytes] = deque()
-        self._num_bytes = 0  # size of the chunks, with the one that is being written
-        self._num_unreported = 0  # dropped lines that are not reported yet
-        self._failure = ""  # reason why the last write failed; "" if it succeeded
+        self._num_bytes = 0  # size of the chunks, including the chunk that is being written
+        self._num_unreported = 0  # number of dropped lines that are not reported yet
+        self._failure = ""  # why the last write failed, or "" if it succeeded
         self._is_dropping = False  # the backlog was full and is not written yet
         self._skips_line = False  # the beginning of a line was dropped, so its end is dropped, too
-        # Whether what `add` has accepted ends within a line, and whether what is written does.
-        self._accepted_mid_line = False
-        self._written_mid_line = False
+        self._accepted_mid_line = False  # the accepted data ends within a line
+        self._written_mid_line = False  # the written data ends within a line
         self._is_finished = False
         self.is_closed = False  # the reader of the output has exited
 
@@ -103,10 +103,7 @@ class RelayedOutput:
         return not self._num_bytes
 
     def add(self, data: bytes) -> None:
-        """Queue data that the process has written.
-
-        If the reader of the output has exited, drop it.
-        """
+        """Queue data that the process has written, or drop it if the output has no reader."""
         with self._changed:
             if self.is_closed:
                 self._drop(data)
@@ -115,7 +112,7 @@ class RelayedOutput:
                 data = self._drop_first_line(data)
             if not self._is_dropping and self._num_bytes + len(data) > BACKLOG_BYTES:
                 data = self._finish_line(data)
-                # The data may be just the end of an accepted line. Then nothing is dropped.
+                # If the data was only the end of an accepted line, nothing is left to drop.
                 self._is_dropping = bool(data)
             if self._is_dropping:
                 self._drop(data)
@@ -146,7 +143,7 @@ class RelayedOutput:
                 if is_written:
                     self._num_unreported -= num_reported
                 elif not is_notice:
-                    # The line about dropped lines is no line of the process.
+                    # A notice is not counted, because it is not a line of the process.
                     self._count_dropped(left.count(b"\n"))
                 if self.is_closed:
                     self._drop_queued()
@@ -160,11 +157,11 @@ class RelayedOutput:
         """Wait for data to write. Return None after `finish`.
 
         Returns:
-            The data, and the number of dropped lines that it reports: 0 unless the data is the line
-            about them.
+            The data, and the number of dropped lines that the data reports. The number is 0 if the
+            data is not a notice.
         """
         with self._changed:
-            # While lines are dropped, their report follows the backlog.
+            # The notice about dropped lines comes when the backlog is written.
             if not self._chunks and self._is_dropping:
                 self._is_dropping = False
                 return self._report()
@@ -173,8 +170,8 @@ class RelayedOutput:
                     return None
                 self._on_idle()
                 self._changed.wait()
-                # Lines of failed writes are reported before data that has arrived during the wait.
-                # What was queued already is written first.
+                # After a failed write, lines that were queued before are written first. The lost
+                # lines are reported here, before data that has arrived during the wait.
                 if self._num_unreported and not self._is_dropping and self._chunks:
                     return self._report()
             return self._chunks.popleft(), 0
@@ -196,9 +193,9 @@ class RelayedOutput:
         self._changed.notify()
 
     def _finish_line(self, data: bytes) -> bytes:
-        """Accept the end of a line whose beginning was accepted, if the data has it.
+        """Accept the end of a line whose beginning was accepted. Return the rest of the data.
 
-        Return the rest.
+        If the data does not contain the end of the line, nothing is accepted.
         """
         if not self._accepted_mid_line or b"\n" not in data:
             return data
@@ -213,17 +210,17 @@ class RelayedOutput:
         ends_mid_line = not data.endswith(b"\n")
         num_lines = data.count(b"\n")
         if ends_mid_line:
-            # The last line counts although its end is missing.
+            # The last line counts now, although its end is missing.
             num_lines += 1
         if self._skips_line:
-            # The data begins within a line that is counted already.
+            # The data begins within a line that was counted before.
             num_lines -= 1
         self._skips_line = ends_mid_line
         self._accepted_mid_line = False
         self._count_dropped(num_lines)
 
     def _drop_queued(self) -> None:
-        """Drop all that is queued, because the reader of the output has exited."""
+        """Drop all queued data, because the reader of the output has exited."""
         num_lines = sum(chunk.count(b"\n") for chunk in self._chunks)
         self._chunks.clear()
         self._num_bytes = 0
@@ -241,7 +238,7 @@ class RelayedOutput:
         return rest
 
     def _write(self, data: bytes) -> bytes:
-        """Write data. Return what could not be written."""
+        """Write data. Return the part that could not be written."""
         left = memoryview(data)
         while left:
             try:
@@ -260,15 +257,15 @@ class RelayedOutput:
 
 
 class Relay:
-    """A reader of pipes. It passes their data to the outputs until all pipes have ended.
+    """Passes the data of pipes to the outputs, until all pipes have ended.
 
     Args:
         pipes: the outputs, by the file descriptor of their pipe.
-        control: socket on which the process requests to flush its output, and gets the answer.
+        control: a socket on which the process requests to flush its output, and gets the answer.
     """
 
     def __init__(self, pipes: dict[int, RelayedOutput], control: socket.socket) -> None:
-        # Writer threads read it, too: from `run` on, it does not change.
+        # Writer threads read this dict, too, so it must not change from `run` on.
         self._pipes = pipes
         self._open_pipes: set[int] = set()
         self._control = control
@@ -277,7 +274,10 @@ class Relay:
         self._is_flushing = False
 
     def run(self) -> None:
-        """Run until the process and its children close the pipes, and at most FLUSH_S longer."""
+        """Run until the process and its children have closed the pipes, and all data is written.
+
+        The wait for the last data takes at most FLUSH_S.
+        """
         outputs = list(self._pipes.values())
         self._open_pipes.update(self._pipes)
         writers = [threading.Thread(target=output.run, daemon=True) for output in outputs]
@@ -300,7 +300,7 @@ class Relay:
     def answer_flush(self) -> None:
         """Answer a request to flush, if there is one and all output is written.
 
-        The output of a pipe that has ended counts, too.
+        This includes the outputs of pipes that have ended.
         """
         outputs = self._pipes.values()
         with self._lock:
@@ -321,7 +321,8 @@ class Relay:
     def _receive(self) -> None:
         """Receive a request to flush.
 
-        Read what the process has written before, and answer when it is written.
+        Read the data that the process has written before the request. The answer follows when this
+        data is written.
         """
         request = b""
         with suppress(ConnectionError):  # the process has ended
@@ -365,8 +366,9 @@ def main(argv: Sequence[str]) -> None:
     """Run the relay.
 
     Args:
-        argv: name of the process; format of its log; file descriptor of the control socket; that of
-            the counters' memory; and PIPE:OUTPUT, two file descriptors, for each output.
+        argv: the name of the process, the format of its log, the file descriptor of the control
+            socket, the file descriptor of the memory of the counters, and for each output two file
+            descriptors in the form PIPE:OUTPUT.
     """
     process_name, log_format, control, memory = argv[:4]
     for number in _IGNORED_SIGNALS:

@@ -1,8 +1,8 @@
-"""Keep a process from waiting for its output: log lines, prints, and what its children write.
+"""Prevent a process from waiting for its output: log lines, prints, and output of its children.
 
-After `Outputs.start`, stdout and stderr lead to a small process, `output_relay`. It always reads,
-and drops lines when the real output is full. The file descriptors themselves are replaced, so this
-holds for C code, for warnings and tracebacks, and for the processes of an engine.
+After `Outputs.start`, stdout and stderr lead to a small process, `output_relay`. The relay always
+reads, and drops lines when the real output is full. The file descriptors themselves are replaced.
+So this also holds for C code, for warnings and tracebacks, and for the processes of an engine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 RESTART_S: Final = 1.0  # the shortest time from a start of the relay to the next one
 _READ_BYTES: Final = 1 << 16
-_STREAMS: Final = {"stdout": 1, "stderr": 2}  # and their file descriptors
+_STREAMS: Final = {"stdout": 1, "stderr": 2}  # the file descriptors, by name of the stream
 
 
 class _Pipe(NamedTuple):
@@ -63,12 +63,12 @@ class Outputs:
 
         From now on, no write to stdout or stderr waits for a reader, a disk or a terminal.
 
-        If the relay is killed or stopped, it is started again. If it can't be started now, a
-        warning is logged, and the outputs stay as they are.
+        If the relay is killed or stopped, it is started again. If it can't be started by this call,
+        a warning is logged, and the outputs stay as they are.
 
         Args:
-            process_name: name of the process on the line that says how many lines were dropped.
-            log_format: format of that line: "text" or "json".
+            process_name: name of the process. It is on the line that reports dropped lines.
+            log_format: format of the line that reports dropped lines: "text" or "json".
         """
         if self._control is not None or sys.platform != "linux":
             return
@@ -90,7 +90,7 @@ class Outputs:
         control = self._control
         if control is None or os.getpid() != self._pid:
             return
-        # A flush fails if the reader has exited, the time is over, or a stream is closed.
+        # A flush fails if the reader has exited, if it takes too long, or if a stream is closed.
         with suppress(OSError, ValueError):
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
@@ -100,7 +100,7 @@ class Outputs:
     def _start(self, process_name: str, log_format: str) -> None:
         """Start the relay, and let stdout and stderr lead to it. Raises OSError."""
         with ExitStack() as stack:
-            # If the start fails, this closes what would be kept.
+            # If the start fails, this closes the files that otherwise stay open.
             on_failure = stack.enter_context(ExitStack())
             originals = {name: os.dup(file) for name, file in _STREAMS.items()}
             for original in originals.values():
@@ -108,11 +108,12 @@ class Outputs:
             memory = os.memfd_create("lines")
             on_failure.callback(os.close, memory)
             os.truncate(memory, output_relay.COUNTERS.size)
-            # Pipes by the file to which an output leads.
+            # The pipes, by the file to which an output leads.
             pipes: dict[tuple[int, int], _Pipe] = {}
             for original in originals.values():
                 identity = _identity(original)
-                # Both outputs may lead to one file: one pipe keeps the order of their lines.
+                # If both outputs lead to the same file, they share a pipe, so that their lines stay
+                # in order.
                 if identity not in pipes:
                     pipe = _Pipe(*os.pipe())
                     pipes[identity] = pipe
@@ -122,7 +123,7 @@ class Outputs:
                 pipes[_identity(original)].read_end: original for original in originals.values()
             }
             start_relay = partial(_start_relay, process_name, log_format, memory, output_of_pipe)
-            # The relay ends with its pipes.
+            # The relay needs no clean-up after a failure: it ends when its pipes are closed.
             relay, control = start_relay()
             on_failure.callback(control.close)
             counters = mmap.mmap(memory, output_relay.COUNTERS.size)
@@ -135,7 +136,8 @@ class Outputs:
         self._counters = counters
         self._pid = os.getpid()
         self.originals = originals
-        # A thread, because the event loop may wait for the pipe of a relay that was killed.
+        # This runs on a thread, because the event loop may wait for the pipe of a relay that was
+        # killed.
         read_ends = list(output_of_pipe)
         keep = partial(self._keep_relay, relay, start_relay, counters, read_ends)
         threading.Thread(target=keep, name="output relay", daemon=True).start()
@@ -149,15 +151,15 @@ class Outputs:
     ) -> None:
         """Start the relay again whenever it is killed or stopped, at most once in RESTART_S.
 
-        Until it runs again, drop what writers write.
+        Until the relay runs again, all output is dropped.
 
         Args:
             relay: the relay, which outlives this process. It ends with status 0 when all pipes have
                 ended.
-            start_relay: starts another one.
-            counters: memory of the numbers of lines, which a running relay changes.
-            read_ends: the pipes. This process has them, too, so that writers get no error without a
-                relay.
+            start_relay: starts another relay.
+            counters: the memory of the numbers of lines. A running relay changes them.
+            read_ends: the read ends of the pipes. This process has them open, too, so that writers
+                get no error while there is no relay.
         """
         for number in itertools.count(1):
             begun_s = time.monotonic()
@@ -208,7 +210,7 @@ def _set_numbers_of_lines(counters: mmap.mmap, *, dropped: int, queued: int) -> 
 def _drop_lines(read_ends: Sequence[int], until_s: float, counters: mmap.mmap) -> None:
     """Read pipes until a time of `time.monotonic`, and count the lines as dropped.
 
-    So no writer waits.
+    Without this, writers would wait as soon as a pipe is full.
     """
     while True:
         left_s = until_s - time.monotonic()
@@ -235,9 +237,8 @@ def _start_relay(
     Args:
         process_name: name of the process.
         log_format: "text" or "json".
-        memory: file descriptor of the counters' memory.
-        output_of_pipe: the read end of each pipe -> the output to which its data is written. Both
-            are file descriptors.
+        memory: file descriptor of the memory of the counters.
+        output_of_pipe: the outputs, by the read end of their pipe. Both are file descriptors.
     """
     own_end, relay_end = socket.socketpair()
     own_end.settimeout(output_relay.FLUSH_S)
@@ -263,7 +264,7 @@ def _start_relay(
 
 
 class _TerminalStream(io.TextIOWrapper):
-    """A stream that a relay passes on to a terminal."""
+    """A stream whose data a relay passes on to a terminal."""
 
     def isatty(self) -> bool:
         return True

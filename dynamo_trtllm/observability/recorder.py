@@ -1,10 +1,10 @@
 """Record the events of requests in a file that outlives the process (the flight recorder).
 
-The file is a ring of fixed-size slots, mapped into memory: an event is one write without a system
-call, and the events of a process that was killed can still be read. It contains ids, times and
-numbers, and no text. `recordings` reads it.
+The file is a ring of slots of a fixed size, and is mapped into memory. So recording an event takes
+one write without a system call, and the events of a killed process can still be read. The file
+contains ids, times and numbers, and no text of requests. The module `recordings` reads it.
 
-The file must be on tmpfs. A write to a page of a file on a disk may wait for the disk, and with it
+The file must be on tmpfs. If it were on a disk, a write could wait for the disk, and would block
 the event loop.
 """
 
@@ -35,46 +35,51 @@ log = logging.getLogger(__name__)
 
 MAGIC: Final = b"DTRTRING"
 VERSION: Final = 2
-HEADER_BYTES: Final = 4096  # on all machines, whatever their page size is
+HEADER_BYTES: Final = 4096  # the same on all machines, whatever their page size is
 SUFFIX: Final = ".ring"
-_INCOMPLETE: Final = ".new"  # the suffix of a file without its header
-_INCOMPLETE_S: Final = 60.0  # far longer than a header takes
+_INCOMPLETE: Final = ".new"  # the suffix of a file whose header is not written yet
+# An incomplete file of this age is left from a crash. Writing a header takes far less time.
+_INCOMPLETE_S: Final = 60.0
 
-# The fields of `RecordingHeader` up to `namespace`, in this order.
+# The fields of `RecordingHeader` up to `namespace`, in this order. They are written once.
 _HEADER: Final = struct.Struct("<8sIIQQQQQQ36sQ32s256s")
-# The other fields of `RecordingHeader`, which each tick writes.
+# The fields of `RecordingHeader` behind `namespace`. Each tick writes them.
 _ALIVE: Final = struct.Struct("<QQQ")
 _ALIVE_OFFSET: Final = HEADER_BYTES - _ALIVE.size
-# The fields: number of the event, time in ns since boot, request, event, choice, three values,
-# reason, and the number again. A slot whose two numbers differ was not written to its end.
+# The fields of a slot: number of the event, time in ns since boot, request, event, choice, three
+# values, reason, and the number again. If the two numbers differ, the slot was not written
+# completely.
 SLOT: Final = struct.Struct("<QQQHHQQQ28sQ")
 NUM_SLOTS: Final = ((4 << 20) - HEADER_BYTES) // SLOT.size  # number of slots in a file of 4 MiB
 
-# These names save the time to look up attributes for each event.
+# With these global names, recording an event looks up fewer attributes.
 _SLOT_BYTES = SLOT.size
 _pack_slot = SLOT.pack_into
 _now_ns = time.monotonic_ns
 
-KEPT_FILES: Final = 20  # limit of the files of processes that have ended
-KEPT_SHARE: Final = 1 / 8  # limit of the part of the file system that these files take
-KEPT_S: Final = 24 * 3600.0  # the longest time for which these files are kept
-TICK_S: Final = 1.0  # between two ticks
-# Limit of the progress events per tick, so that they do not fill the ring too fast.
+# The limits for files of processes that have ended: their number, the part of the file system that
+# they take, and their age.
+KEPT_FILES: Final = 20
+KEPT_SHARE: Final = 1 / 8
+KEPT_S: Final = 24 * 3600.0
+TICK_S: Final = 1.0  # time between two ticks
+# Most progress events per tick. More would fill the ring too fast.
 PROGRESS_PER_TICK: Final = 256
 BLOCK_TOKENS: Final = 512  # tokens per hash of a prompt, as in Mooncake's traces
-# Hashes of a prompt: one in its TOKENIZED event, and three in each of at most 20 PROMPT_HASHES.
+# Most hashes of a prompt: one in its event TOKENIZED, and three in each of 20 events PROMPT_HASHES.
 HASHED_BLOCKS: Final = 61
 _MAX_CHOICE: Final = 0xFFFF
-_MAX_ID: Final = 256  # characters, because peers of a worker may send longer ids
+_MAX_ID_CHARS: Final = 256  # peers of a worker may send longer request ids
 _UNSAFE_NAME = re.compile(r"[^\w-]", re.ASCII)
-_UNIQUE_PART = re.compile(r"[0-9a-f]{16}")  # of a request id
+_UNIQUE_PART = re.compile(r"[0-9a-f]{16}")  # the unique part of a request id
 _CHOICE_INDEX = re.compile(r"[0-9]+")
 
 
 class RecordedEvent(IntEnum):
     """What happened.
 
-    The numbers are in the files: never reuse one. The comments name the values a, b and c.
+    The files contain these numbers, so a number must never get another meaning. The comments name
+    the values a, b and c of an event, and its reason.
     """
 
     STARTED = 1
@@ -136,7 +141,7 @@ class RecordedStream(Protocol):
 
 
 class _Ring:
-    """The mapped file of one process. It is locked as long as the process runs."""
+    """The mapped file of one process. The process locks the file as long as it runs."""
 
     def __init__(self, path: Path, header: bytes, num_slots: int) -> None:
         self._num_slots = num_slots
@@ -146,16 +151,17 @@ class _Ring:
         self._file = os.open(new, flags, 0o600)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX)
-            # Without this, a full disk would end the process with SIGBUS.
+            # Reserve the space now. Otherwise a write would end the process with SIGBUS if the file
+            # system is full.
             os.posix_fallocate(self._file, 0, size)
             self.memory = mmap.mmap(self._file, size)
             self.memory[: len(header)] = header
-            new.rename(path)  # readers see complete headers only
+            new.rename(path)  # so readers find only files with a complete header
         except OSError:
             os.close(self._file)
             new.unlink(missing_ok=True)
             raise
-        # The `next` of a counter is atomic: engines record from other threads.
+        # Engines record from other threads, and `next` of this counter is atomic.
         self._numbers = itertools.count(1)
 
     def write(self, key: int, choice: int, event: int, a: int, b: int, c: int, reason: str) -> None:
@@ -183,7 +189,7 @@ class Recorder:
         self._ring: _Ring | None = None
         self._path: Path | None = None  # path of the newest file of this process
         self._num_users = 0
-        # running streams, each with the tokens that were recorded
+        # The running streams, each with the number of tokens that was recorded last.
         self._streams: dict[RecordedStream, int] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._handles_forks = False
@@ -193,14 +199,15 @@ class Recorder:
     ) -> None:
         """Create the file of this process and record from now on. Call it on the event loop.
 
-        A second user in the process, such as an embedded worker, shares what the first has: its
-        file, or none. If the file can't be created, a warning is logged and nothing is recorded.
+        If a process has a second user of the recorder, such as an embedded worker, this user
+        records into the file of the first user. If the first has no file, nothing is recorded. If
+        the file can't be created, a warning is logged and nothing is recorded.
 
         Args:
-            folder: the folder for the files, on tmpfs; None: record nothing.
+            folder: the folder for the files, on tmpfs. None: record nothing.
             namespace: namespace of the process.
             kind: "frontend", or the role of a worker.
-            instance_id: id of a worker; 0 for a frontend.
+            instance_id: id of a worker, or 0 for a frontend.
         """
         self._num_users += 1
         if self._num_users > 1 or folder is None:
@@ -240,18 +247,18 @@ class Recorder:
         self._streams.clear()
 
     def content(self, begin: int, end: int) -> bytes:
-        """Return these bytes of the file; b"" if nothing is recorded."""
+        """Return these bytes of the file, or b"" if nothing is recorded."""
         return b"" if self._ring is None else self._ring.memory[begin:end]
 
     def _stop_in_child(self) -> None:
-        """Stop recording in a forked process: the file is that of the parent."""
+        """Stop recording in a forked process, because the file belongs to the parent."""
         self._close()
         self._path = None
 
     def _close(self) -> None:
         """Stop writing.
 
-        The lock of the file stays as long as another process, such as the parent of a fork, has it.
+        If this process was forked, the file stays locked until the parent has ended, too.
         """
         ring = self._ring
         self._ring = None
@@ -266,26 +273,27 @@ class Recorder:
         Args:
             request_id: id of the call, as in `GenerateRequest`, or of the request.
             event: a `RecordedEvent`, which says what the values mean.
-            a: first value, an unsigned integer of 64 bits, as the next two.
-            b: second value.
-            c: third value.
+            a: first value, an unsigned integer of 64 bits.
+            b: second value, like `a`.
+            c: third value, like `a`.
             reason: an error code, finish reason, phase or router mode, of at most 28 bytes.
         """
         ring = self._ring
         if ring is not None:
-            if len(request_id) > _MAX_ID:
-                request_id = request_id[-_MAX_ID:]
+            # The end of the id is used, because it has the unique part.
+            if len(request_id) > _MAX_ID_CHARS:
+                request_id = request_id[-_MAX_ID_CHARS:]
             key, choice = request_key(request_id)
             if key:
                 ring.write(key, choice, event, a, b, c, reason)
 
     def record_process(self, event: int, reason: str = "", a: int = 0, b: int = 0) -> None:
-        """Record an event of the process. Arguments are those of `record`."""
+        """Record an event of the process. The arguments are like those of `record`."""
         if self._ring is not None:
             self._ring.write(0, 0, event, a, b, 0, reason)
 
     def record_prompt(self, request_id: str, token_ids: array[int], max_tokens: int) -> None:
-        """Record the length of a prompt, and hashes that show which prompts begin alike."""
+        """Record the length of a prompt, and hashes that show how far prompts begin alike."""
         if self._ring is None:
             return
         hashes = block_hashes(token_ids)
@@ -319,15 +327,18 @@ class Recorder:
             self.record_progress()
 
     def record_progress(self, limit: int = PROGRESS_PER_TICK) -> None:
-        """Record the progress of at most `limit` streams: the least recently visited ones first."""
+        """Record the progress of at most `limit` streams.
+
+        If there are more streams, the next calls record the progress of the others.
+        """
         streams = self._streams
         for stream in list(itertools.islice(streams, limit)):
-            # Visited streams go to the end.
-            recorded = streams.pop(stream)
-            count = stream.num_tokens
-            streams[stream] = count
-            if count != recorded:
-                self.record(stream.request_id, RecordedEvent.PROGRESS, count)
+            # The stream goes to the end of the dict, so that the others come first next time.
+            num_recorded = streams.pop(stream)
+            num_tokens = stream.num_tokens
+            streams[stream] = num_tokens
+            if num_tokens != num_recorded:
+                self.record(stream.request_id, RecordedEvent.PROGRESS, num_tokens)
 
 
 RECORDER: Final = Recorder()  # the recorder of this process
@@ -339,11 +350,11 @@ def request_key(request_id: str) -> tuple[int, int]:
 
     Both are 0 if the request is not recorded.
 
-    Ids of frontends end with 16 unique hexadecimal digits, and the index if there are several
-    choices.
+    An id that a frontend has made ends with 16 unique hexadecimal digits. If the request has
+    several choices, `-` and the index of the choice follow.
     """
     if request_id.startswith("probe-"):
-        # Frontends send these calls themselves, and record nothing of them.
+        # Frontends send these calls to check workers. They are not recorded.
         return 0, 0
     head, _, tail = request_id.rpartition("-")
     if len(tail) == 16:
@@ -359,9 +370,9 @@ def request_key(request_id: str) -> tuple[int, int]:
 
 
 def block_hashes(token_ids: array[int]) -> list[int]:
-    """Return a hash for each of the first blocks of a prompt.
+    """Return a hash of 64 bits for each of the first blocks of a prompt.
 
-    A hash, of 64 bits, stands for its block and all blocks before it.
+    The hash of a block also depends on all blocks before it.
     """
     data = memoryview(token_ids).cast("B")
     block_bytes = BLOCK_TOKENS * token_ids.itemsize
@@ -376,7 +387,7 @@ def block_hashes(token_ids: array[int]) -> list[int]:
 
 
 def id_hash(text: str) -> int:
-    """Return the hash under which an id of a client is recorded, of 64 bits."""
+    """Return the hash of 64 bits that is recorded in place of a client's id."""
     return int.from_bytes(
         hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     )
@@ -386,8 +397,8 @@ def recorder_folder(setting: str | None, environ: Mapping[str, str]) -> Path | N
     """Return the folder of the files. None: nothing is recorded.
 
     Args:
-        setting: value of `--recorder-dir`; "off": nothing is recorded.
-        environ: environment of the process; XDG_RUNTIME_DIR is read.
+        setting: value of `--recorder-dir`. "off": nothing is recorded.
+        environ: environment of the process, of which XDG_RUNTIME_DIR is read.
     """
     if setting is not None:
         return None if setting == "off" else Path(setting)
@@ -398,7 +409,7 @@ def runtime_folder(environ: Mapping[str, str]) -> Path:
     """Return the folder in memory for files of this user's running processes.
 
     Args:
-        environ: environment of the process; XDG_RUNTIME_DIR is read.
+        environ: environment of the process, of which XDG_RUNTIME_DIR is read.
     """
     runtime = environ.get("XDG_RUNTIME_DIR")
     if runtime:
@@ -407,13 +418,13 @@ def runtime_folder(environ: Mapping[str, str]) -> Path:
 
 
 def check_owner(folder: Path) -> None:
-    """Check that no other user controls where the files of a folder are, or can change them.
+    """Check that no other user can replace the folder, or change the files in it.
 
     In /dev/shm, another user may have created the folder first, or a symbolic link with its name.
 
     Raises:
-        OSError: the folder, or a link with its name, belongs to another user, or others may write
-            to it.
+        OSError: the folder, or a link with its name, belongs to another user, or other users have
+            write access to the folder.
     """
     owner = os.geteuid()
     status = folder.stat()
@@ -434,7 +445,7 @@ def _check_memory(folder: Path) -> None:
 
 
 def file_system(folder: Path) -> str:
-    """Return the type of a folder's file system, such as "tmpfs"; "unknown" if it is not listed."""
+    """Return the type of a folder's file system, such as "tmpfs", or "unknown"."""
     device = folder.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     for mount in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
@@ -445,14 +456,15 @@ def file_system(folder: Path) -> str:
 
 
 def remove_old(folder: Path) -> None:
-    """Remove files of processes that ended a day ago, and the oldest of the others above a limit.
+    """Remove old files of processes that have ended.
 
-    The limit is `KEPT_FILES`. It is lower if these would take more than `KEPT_SHARE` of the file
-    system, such as the 64 MiB that a container has by default.
+    Files of processes that ended more than `KEPT_S` ago are removed. Of the others, the newest
+    `KEPT_FILES` stay, or fewer if these would take more than `KEPT_SHARE` of the file system. By
+    default, a container has a file system of only 64 MiB.
     """
     ended = []
     for path in folder.glob(f"*{SUFFIX}"):
-        # Another process may have just removed the file, or it is no file of a recorder.
+        # Another process may have just removed the file, or no recorder has written it.
         with contextlib.suppress(OSError, ValueError):
             if path.is_file() and not is_locked(path):
                 with path.open("rb") as file:
@@ -464,11 +476,11 @@ def remove_old(folder: Path) -> None:
         is_old = time.time() - ended_at >= KEPT_S
         if index >= num_kept or is_old:
             path.unlink(missing_ok=True)
-    # A process that was killed while it began leaves an incomplete file.
+    # A process that was killed at its start leaves an incomplete file.
     for path in folder.glob(f"*{_INCOMPLETE}"):
         with contextlib.suppress(OSError):
-            is_left = time.time() - path.stat().st_mtime >= _INCOMPLETE_S
-            if is_left and path.is_file() and not is_locked(path):
+            is_old = time.time() - path.stat().st_mtime >= _INCOMPLETE_S
+            if is_old and path.is_file() and not is_locked(path):
                 path.unlink(missing_ok=True)
 
 
@@ -480,7 +492,7 @@ def _num_files(folder: Path, share: float) -> int:
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether the process that writes a file runs. A frozen process counts as running."""
+    """Return whether the process that writes a file still runs, or is frozen."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -494,10 +506,10 @@ def is_locked(path: Path) -> bool:
 def start_ticks(pid: int | str) -> int:
     """Return when a process started, in clock ticks since boot.
 
-    This tells the process from a later one with the same id.
+    A later process with the same id has another start time.
 
     Raises:
-        OSError: there is no such process, or it has ended and its parent has not noticed.
+        OSError: there is no such process, or the process has ended and its parent has not noticed.
     """
     status = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     # The name of the program, in parentheses, may contain spaces. `starttime` is the 22nd field.
@@ -518,21 +530,22 @@ class RecordingHeader(NamedTuple):
     pid: int
     start_ticks: int  # start time of the process, see `start_ticks`
     epoch_ns: int  # when the file was created
-    monotonic_ns: int  # the same moment by the clock of the events
+    monotonic_ns: int  # when the file was created, by the clock of the events
     boot_id: bytes
-    instance_id: int  # 0: a frontend
+    instance_id: int  # the id of a worker; 0: a frontend
     kind: bytes
     namespace: bytes
-    # Nanoseconds since the epoch at the last tick; 0: an older release wrote the file.
+    # The time of the last tick, in nanoseconds since the epoch. 0: an older release wrote the file.
     alive_epoch_ns: int
-    alive_ns: int  # the same moment by the clock of the events; 0: there was no tick
-    num_running: int  # number of streams at that time
+    alive_ns: int  # the time of the last tick, by the clock of the events. 0: there was no tick.
+    num_running: int  # number of streams at the last tick
 
     @classmethod
     def read(cls, data: bytes) -> RecordingHeader:
         """Return the header in the first page of a file.
 
-        Raise ValueError if it is not one, or of another version.
+        Raises:
+            ValueError: the file is not of the flight recorder, or has another version.
         """
         if len(data) < HEADER_BYTES or not data.startswith(MAGIC):
             raise ValueError("it is not a file of the flight recorder")
@@ -547,13 +560,14 @@ class RecordingHeader(NamedTuple):
     @property
     def alive_at_s(self) -> float:
         """The time at which the process was last known to run, in seconds since the epoch."""
-        # Not `alive_epoch_ns`, because the date may have been set meanwhile.
+        # `alive_epoch_ns` is not used here, because the date of the machine may have been changed
+        # since the file was created.
         ran_for_ns = max(0, self.alive_ns - self.monotonic_ns)
         return (self.epoch_ns + ran_for_ns) / 1e9
 
 
 def boot_id() -> bytes:
-    """Return the id of this boot of the machine. The clock of the events starts with it."""
+    """Return the id of this boot of the machine. The clock of the events starts at a boot."""
     return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
 
 

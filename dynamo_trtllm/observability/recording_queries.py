@@ -33,9 +33,9 @@ from dynamo_trtllm.protocol.errors import BadFrame
 from dynamo_trtllm.protocol.messages import Instance, decode, encode
 from dynamo_trtllm.protocol.sanitize import escape_controls, shorten
 
-_ANSWER_GRACE_S: Final = 0.5  # the least wait for answers
-_CLOCK_READINGS: Final = 3  # queries for the clocks
-_CLOCK_TIMEOUT_S: Final = 0.25  # of each of these queries
+_SHORTEST_WAIT_S: Final = 0.5  # for the answers to a query
+_CLOCK_READINGS: Final = 3  # how many queries read the clocks
+_CLOCK_TIMEOUT_S: Final = 0.25  # longest wait for the answers to one of these queries
 _MAX_HOST_CHARS: Final = 256
 
 
@@ -52,9 +52,9 @@ class QueryTransport(Protocol):
 
 
 class ClockOffset(NamedTuple):
-    """The offset between the clocks of another machine and of this one, between two bounds.
+    """The offset of this machine's clock from the clock of another machine, between two bounds.
 
-    Added to a time of the other machine, it gives the time of this one.
+    A time of the other machine plus the offset is a time of this machine.
     """
 
     low_ns: int
@@ -62,18 +62,21 @@ class ClockOffset(NamedTuple):
 
     @property
     def ns(self) -> int:
+        """Return the middle of the bounds."""
         return (self.low_ns + self.high_ns) // 2
 
     @property
     def error_s(self) -> float:
-        return (self.high_ns - self.low_ns) / 2e9
+        """Return the largest error of `ns`, in seconds."""
+        error_ns = (self.high_ns - self.low_ns) / 2
+        return error_ns / 1e9
 
     def within(self, low_ns: int, high_ns: int) -> ClockOffset:
-        """Return the offset, limited to this interval, too."""
-        limited = ClockOffset(max(self.low_ns, low_ns), min(self.high_ns, high_ns))
-        # Clocks drift, so the bounds may exclude each other.
-        is_possible = limited.low_ns <= limited.high_ns
-        return limited if is_possible else self
+        """Return the offset with its bounds narrowed by these bounds."""
+        narrowed = ClockOffset(max(self.low_ns, low_ns), min(self.high_ns, high_ns))
+        # Clocks drift, so the new bounds may exclude the former ones.
+        is_possible = narrowed.low_ns <= narrowed.high_ns
+        return narrowed if is_possible else self
 
 
 _UNBOUNDED: Final = ClockOffset(-(1 << 63), 1 << 63)
@@ -87,7 +90,8 @@ class _Sender:
     header: RecordingHeader
     host: str
     slots: list[bytes] = field(default_factory=list)
-    is_complete: bool = False
+    is_complete: bool = False  # the last part of the answer to this query has come
+    # The next two are 0 until the last part of an answer with events has come.
     oldest_ns: int = 0
     num_overwritten: int = 0
 
@@ -99,23 +103,25 @@ class RecordingQueries:
     transport: QueryTransport
     namespace: str
     instances: Mapping[int, Instance]  # workers that have to answer, by id
-    timeout_s: float  # the most time for all answers to a query
-    # The least time for them: frontends are not registered, so their number is not known.
-    settle_s: float = _ANSWER_GRACE_S
+    timeout_s: float  # longest wait for the answers to a query
+    # The shortest wait for the answers. Frontends are not registered, so it is not known how many
+    # of them will answer.
+    settle_s: float = _SHORTEST_WAIT_S
 
     def __post_init__(self) -> None:
-        self._answered = set[int]()  # instances
-        self._expected = set(self.instances)
+        self._answered = set[int]()  # ids of the instances that have answered
+        self._expected = set(self.instances)  # ids of the workers that are waited for
+        # The processes that answer, by boot of the machine, process id and start of the recording.
         self._senders: dict[tuple[bytes, int, int], _Sender] = {}
-        # The offsets, by the boot of the machine.
+        # The offsets of the clocks, by boot of the machine.
         self._offsets: dict[bytes, ClockOffset] = {boot_id(): _EXACT}
-        self._asked_ns = 0
-        self._news = asyncio.Event()
+        self._asked_ns = 0  # when the current query was sent
+        self._has_received = asyncio.Event()
         self.problems: list[str] = []
 
     async def ask(self, query: RecordingQuery) -> None:
         """Send a query, and wait for the answers."""
-        await self._ask(query, self.settle_s, self.timeout_s)
+        await self._ask(query, settle_s=self.settle_s, timeout_s=self.timeout_s)
         for sender in self._senders.values():
             if not sender.is_complete:
                 self.problems.append(
@@ -124,30 +130,39 @@ class RecordingQueries:
                 )
 
     async def read_clocks(self) -> None:
-        """Ask the processes that have answered for their clocks alone, which they tell at once."""
+        """Ask the known processes for their clocks only. They answer at once."""
         known = [sender.header.epoch_ns for sender in self._senders.values()]
-        query = RecordingQuery("", Selection.GIVEN, known=known)
+        # A process whose recording is known sends no events. `_ask` sets the inbox.
+        query = RecordingQuery(inbox="", selection=Selection.GIVEN, known=known)
         for _ in range(_CLOCK_READINGS):
-            await self._ask(query, 0.0, _CLOCK_TIMEOUT_S)
+            await self._ask(query, settle_s=0.0, timeout_s=_CLOCK_TIMEOUT_S)
 
-    async def _ask(self, query: RecordingQuery, settle_s: float, timeout_s: float) -> None:
-        """Send a query, and wait for the answers: at least `settle_s`, and at most `timeout_s`."""
+    async def _ask(self, query: RecordingQuery, *, settle_s: float, timeout_s: float) -> None:
+        """Send a query, and wait for the answers.
+
+        Args:
+            query: the query, without an inbox.
+            settle_s: the shortest wait.
+            timeout_s: the longest wait.
+        """
         inbox = self.transport.new_inbox()
         unsubscribe = await self.transport.subscribe(inbox, self._receive)
-        for sender in self._senders.values():
-            sender.is_complete = False
-        self._asked_ns = time.monotonic_ns()
-        addressed = msgspec.structs.replace(query, inbox=inbox)
-        self.transport.publish(recordings_subject(self.namespace), encode(addressed))
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await asyncio.sleep(settle_s)
-                while not self._has_all_answers():
-                    self._news.clear()
-                    await self._news.wait()
-        # A worker that has not answered one query is not waited for again.
+        try:
+            for sender in self._senders.values():
+                sender.is_complete = False
+            self._asked_ns = time.monotonic_ns()
+            addressed = msgspec.structs.replace(query, inbox=inbox)
+            self.transport.publish(recordings_subject(self.namespace), encode(addressed))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await asyncio.sleep(settle_s)
+                    while not self._has_all_answers():
+                        self._has_received.clear()
+                        await self._has_received.wait()
+        finally:
+            await unsubscribe()
+        # If a worker has not answered one query, later queries do not wait for the worker.
         self._expected &= self._answered
-        await unsubscribe()
 
     def _has_all_answers(self) -> bool:
         if not self._expected <= self._answered:
@@ -163,13 +178,14 @@ class RecordingQueries:
                 self._take(part, RecordingHeader.read(part.header), received_ns)
         except (BadFrame, ValueError) as exc:
             self.problems.append(f"the answer of a process can't be read: {exc}")
-        self._news.set()
+        self._has_received.set()
 
     def _take(self, part: RecordingPart, header: RecordingHeader, received_ns: int) -> None:
-        """Take a part of an answer. Its time narrows the bounds of the offset."""
+        """Take a part of an answer."""
+        # The process read its clock between the query and the arrival of this part.
         offset = self._offsets.get(header.boot_id, _UNBOUNDED)
         self._offsets[header.boot_id] = offset.within(
-            self._asked_ns - part.now_ns, received_ns - part.now_ns
+            low_ns=self._asked_ns - part.now_ns, high_ns=received_ns - part.now_ns
         )
         key = (header.boot_id, header.pid, header.epoch_ns)
         host = escape_controls(shorten(part.host, _MAX_HOST_CHARS))
@@ -179,7 +195,8 @@ class RecordingQueries:
             if len(part.slots) % SLOT.size:
                 raise ValueError("an event is incomplete")
             sender.slots.append(part.slots)
-        # Only the last part of a whole answer has these. It may have no slots.
+        # Only the last part of an answer with events has the next two values. This part itself may
+        # be without slots.
         if part.oldest_ns > 0:
             sender.oldest_ns = part.oldest_ns
             sender.num_overwritten = part.num_overwritten
@@ -187,7 +204,7 @@ class RecordingQueries:
             sender.is_complete = True
 
     def processes(self) -> list[ProcessRecording]:
-        """Return what the processes have sent so far, each in its own clock."""
+        """Return the recordings that were sent so far, with times in the clock of the sender."""
         return [
             _recording(sender, _EXACT, sender.header.boot_id)
             for sender in self._senders.values()
@@ -195,9 +212,9 @@ class RecordingQueries:
         ]
 
     def result(self, local: Recordings) -> Recordings:
-        """Return the recordings of this machine and those that were sent.
+        """Return `local`, which are the recordings of this machine, and those that were sent.
 
-        The result also names the workers that are silent, and why.
+        The result also names the workers that have not answered, and the reason.
         """
         reason = (
             f"it has not answered for {self.timeout_s:g} s: it is frozen, blocked, gone or cut off"
@@ -208,7 +225,8 @@ class RecordingQueries:
             for instance in self.instances.values()
             if instance.id not in self._answered
         }
-        # The times are converted to the clock of this machine, so they have its boot, too.
+        # The times are converted to the clock of this machine. Therefore the recordings get the
+        # boot id of this machine.
         own_boot = boot_id()
         asked = [
             _recording(sender, self._offsets[sender.header.boot_id], own_boot)
@@ -224,9 +242,9 @@ def _recording(sender: _Sender, offset: ClockOffset, boot: bytes) -> ProcessReco
     entries: dict[int, Entry] = {}
     for slots in sender.slots:
         entries.update(read_slots(slots, offset.ns))
-    alive_ns = 0  # it has not written this time yet
-    if header.alive_ns:
-        alive_ns = header.alive_ns + offset.ns
+    # These times are 0 if the process has not written or sent them yet.
+    alive_ns = header.alive_ns + offset.ns if header.alive_ns else 0
+    oldest_ns = sender.oldest_ns + offset.ns if sender.oldest_ns else 0
     converted = header._replace(
         monotonic_ns=header.monotonic_ns + offset.ns, alive_ns=alive_ns, boot_id=boot
     )
@@ -235,7 +253,7 @@ def _recording(sender: _Sender, offset: ClockOffset, boot: bytes) -> ProcessReco
         state=ProcessState.RUNNING,
         silent_s=0.0,
         num_overwritten=sender.num_overwritten,
-        oldest_ns=sender.oldest_ns + offset.ns,
+        oldest_ns=oldest_ns,
         entries=[entries[number] for number in sorted(entries)],
         host=sender.host,
         clock_error_s=offset.error_s,

@@ -1,6 +1,6 @@
-"""Read the files of flight recorders, without the help of their processes.
+"""Read the files of flight recorders.
 
-The processes may run, be frozen or have ended.
+This needs no help of the processes that write the files. They may run, be frozen or have ended.
 """
 
 from __future__ import annotations
@@ -58,19 +58,20 @@ class Entry(NamedTuple):
     event: int  # a `RecordedEvent`, unless a newer version wrote it
     key: int  # the number of the request; 0: an event of the process
     choice: int
-    a: int  # the comments of `RecordedEvent` say what the three values of an event mean
+    # The three values. The comments of `RecordedEvent` say what they mean.
+    a: int
     b: int
     c: int
     reason: str
 
     @property
     def instance_id(self) -> int:
-        """The instance that the event names. Only of events whose `a` is one."""
+        """The instance that the event names. Only for events whose `a` is an instance."""
         return self.a
 
     @property
     def num_tokens(self) -> int:
-        """The tokens that the event counts. Only of events whose `a` is their number."""
+        """The number of tokens. Only for events whose `a` is a number of tokens."""
         return self.a
 
     @property
@@ -94,11 +95,12 @@ class ProcessRecording:
     header: RecordingHeader
     state: ProcessState
     silent_s: float  # time since the last tick; 0.0 if the process has ended
-    num_overwritten: int  # older events
-    oldest_ns: int = 0  # time of the oldest event that is not overwritten
+    num_overwritten: int  # number of older events, which are no longer in the file
+    oldest_ns: int = 0  # time of the oldest event that is not overwritten; 0: not known
     entries: list[Entry]
-    host: str = ""  # "": the file was read on this machine; otherwise the process was asked
-    # Error of the times, which were converted to the clock of this machine.
+    # The machine of a process that has sent its recording. "": the file was read on this machine.
+    host: str = ""
+    # The largest error of the times that were converted to the clock of this machine.
     clock_error_s: float = 0.0
 
     @property
@@ -119,17 +121,17 @@ class ProcessRecording:
 
     @property
     def title(self) -> str:
-        """The process as text: kind, instance or process id."""
+        """The name of the process for people: its kind, and its instance or process id."""
         header = self.header
         if not self.is_frontend:
             return f"{self.kind} {header.instance_id:x}"
-        # A container counts its own process ids, so the host is needed, too.
+        # Process ids are unique only within a container, so the host is named, too.
         host = f"@{self.host}" if self.host else ""
         return f"{self.kind} {header.pid}{host}"
 
     @property
     def ahead_s(self) -> float:
-        """By how much the date of the process is ahead of that of this process."""
+        """By how many seconds the date of the process's machine is ahead of the date here."""
         header = self.header
         if not header.alive_epoch_ns:
             return 0.0
@@ -139,7 +141,7 @@ class ProcessRecording:
 
     @property
     def waits_for_etcd_s(self) -> float:
-        """For how long the process waits for an answer of etcd; 0.0 if it does not."""
+        """For how long the process has waited for an answer of etcd, or 0.0 if it does not wait."""
         if self.is_over:
             return 0.0
         for entry in reversed(self.entries):
@@ -178,7 +180,10 @@ class RequestRecording:
 
     @property
     def began_epoch_ns(self) -> int:
-        """The time of the first event, since the epoch. It orders requests of several boots."""
+        """The time of the first event since the epoch.
+
+        Unlike times of the clock of the events, it can be compared over several boots.
+        """
         first = self.steps[0]
         return first.process.epoch_ns(first.entry.ns)
 
@@ -197,21 +202,24 @@ class RequestRecording:
 
 
 class Holder(NamedTuple):
-    """What holds a request: a process, or something outside of processes, such as NATS.
+    """A process for which a request waits, or something else, such as NATS.
 
-    Or a worker that has no recording, and may hold requests.
+    It may also be a worker that has no recording. Requests may wait for such a worker.
     """
 
     title: str
-    reason: str  # why it holds the request, or has no recording
+    reason: str  # why the request waits, or why there is no recording
 
 
 class RequestIds(NamedTuple):
-    """What a user's id may mean: a request's number, the first half of it, or the client's id."""
+    """What an id that a user has typed may mean.
 
-    keys: frozenset[int]
-    prefix: int  # the upper 32 bits; -1: none
-    client_id: int  # hash of an `X-Request-Id`; 0: none
+    It may be the number of a request, the first half of such a number, or the client's id.
+    """
+
+    keys: frozenset[int]  # the numbers of requests
+    prefix: int  # the upper 32 bits of such a number; -1: none
+    client_id: int  # the hash of an `X-Request-Id`
 
     @classmethod
     def parse(cls, text: str) -> RequestIds:
@@ -219,10 +227,10 @@ class RequestIds(NamedTuple):
         key, _ = request_key(text)
         keys = {key}
         prefix = -1
-        # Ids end with a "-" or "_" and hexadecimal digits.
+        # Ids end with "-" or "_" and hexadecimal digits.
         tail = text.rpartition("-")[2].rpartition("_")[2]
         if len(tail) >= 32:
-            # The first half of the id of a response is that of the request.
+            # The first 16 of the last 32 digits of a response's id are the id of the request.
             tail = tail[-32:][:16]
         if len(tail) == 8 and _HEX.fullmatch(tail):
             prefix = int(tail, 16)
@@ -234,17 +242,18 @@ class RequestIds(NamedTuple):
 
 @dataclass(eq=False)
 class Recordings:
-    """The recordings of processes that have files in a folder, and of those that sent theirs."""
+    """Recordings of processes: from files in a folder, or sent by the processes."""
 
     processes: list[ProcessRecording]
-    # a line for each recording that can't be read
+    # A line for each recording that can't be read.
     problems: list[str] = field(default_factory=list)
-    unanswered: Mapping[int, Holder] = field(default_factory=dict)  # by instance id
-    has_asked: bool = False  # the processes of other machines were asked for theirs
+    # The workers that have not answered a query, by instance id.
+    unanswered: Mapping[int, Holder] = field(default_factory=dict)
+    has_asked: bool = False  # the processes of other machines were asked for their recordings
 
     def __post_init__(self) -> None:
         self.requests: dict[int, RequestRecording] = {}
-        # Keys of requests by the hash of their X-Request-Id.
+        # The keys of requests, by the hash of their X-Request-Id.
         self._keys_by_client_id: defaultdict[int, set[int]] = defaultdict(set)
         boot = boot_id()
         for process in self.processes:
@@ -260,7 +269,7 @@ class Recordings:
                         self._keys_by_client_id[entry.a].add(key)
 
         def time_order(step: Step) -> tuple[bool, int]:
-            # The clock starts with each boot: events of earlier boots come first.
+            # The clock of the events starts at each boot. So events of earlier boots come first.
             return step.process.header.boot_id == boot, step.entry.ns
 
         for request in self.requests.values():
@@ -268,11 +277,12 @@ class Recordings:
 
     @classmethod
     def read(cls, folder: Path) -> Recordings:
-        """Read the files in a folder. Raise OSError if it can't be read."""
+        """Read the files in a folder. Raises OSError if the folder can't be read."""
         processes = list[ProcessRecording]()
         problems = list[str]()
         is_collecting = gc.isenabled()
-        # A million events are no garbage, and the collector would look at them again and again.
+        # While a million events are read, the garbage collector would look at all of them again and
+        # again, although none is garbage.
         gc.disable()
         try:
             for name in sorted(os.listdir(folder)):
@@ -326,8 +336,8 @@ def read_process(path: Path) -> ProcessRecording:
     """Read one file.
 
     Raises:
-        OSError: it can't be read.
-        ValueError: it is no file of the flight recorder, or damaged.
+        OSError: the file can't be read.
+        ValueError: the file was not written by a flight recorder, or is damaged.
     """
     if not stat.S_ISREG(path.stat().st_mode):
         raise ValueError("it is not a regular file")
@@ -341,7 +351,7 @@ def read_process(path: Path) -> ProcessRecording:
                 raise ValueError(
                     f"it has {size} bytes, which does not fit its {header.num_slots} slots"
                 )
-            # A slot that is being written may differ in the two copies.
+            # If a slot is being written, it differs in the two copies.
             first = memory[HEADER_BYTES:]
             second = memory[HEADER_BYTES:]
     entries = []
@@ -363,7 +373,7 @@ def read_process(path: Path) -> ProcessRecording:
 
 
 def unchanged_slots(first: bytes, second: bytes) -> bytes:
-    """Return the slots that are equal in two copies. Others were being written."""
+    """Return the slots that are equal in two copies. The other slots were being written."""
     if first == second:
         return first
     unchanged = bytearray()
@@ -375,11 +385,13 @@ def unchanged_slots(first: bytes, second: bytes) -> bytes:
 
 
 def read_slots(slots: bytes, offset_ns: int = 0) -> Iterator[tuple[int, Entry]]:
-    """Yield number and event of the slots that are whole. A kill may have torn one.
+    """Yield number and event of each complete slot.
+
+    A slot is incomplete if the process was killed while it wrote the slot.
 
     Args:
         slots: the slots, in any order.
-        offset_ns: what is added to the times, to convert them to the clock of this machine.
+        offset_ns: is added to the times, to convert them to the clock of this machine.
     """
     for number, ns, key, event, choice, a, b, c, reason, again in SLOT.iter_unpack(slots):
         if number and number == again:
@@ -394,7 +406,7 @@ def _state(
     try:
         status = Path(f"/proc/{header.pid}/stat").read_text(encoding="ascii", errors="replace")
         state = status.rpartition(")")[2].split()[0]
-        # Another process may have the same id by now.
+        # By now, another process may have the same id, so the start time is compared, too.
         is_stopped = state in "Tt" and start_ticks(header.pid) == header.start_ticks
     except OSError:  # a process of another container
         is_stopped = False
@@ -405,5 +417,5 @@ def _state(
 
 @functools.lru_cache(maxsize=1024)
 def _text(packed: bytes) -> str:
-    # Another machine may have sent it.
+    # Another machine may have sent the text, so it may contain control characters.
     return escape_controls(packed.rstrip(b"\x00").decode(errors="replace"))

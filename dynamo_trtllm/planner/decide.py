@@ -28,19 +28,19 @@ NO_ELASTIC_WORKERS: Final = (
 )
 PREFILL_ONLY: Final = Shares(1.0, 0.0)
 DECODE_ONLY: Final = Shares(0.0, 1.0)
-# The shares of a worker that turns to prefill while streams run there. It gets no new streams, and
-# fewer prompts until its streams have ended. With vLLM on an H200, a prompt takes 2.6 times as long
-# beside streams (see `engines.chunk_size`).
+# The shares of a worker that turns to prefill while it still runs streams. The worker gets no new
+# streams, and fewer prompts until its streams have ended. With vLLM on an H200, a prompt takes 2.6
+# times as long beside streams (see `engines.chunk_size`).
 DRAINING: Final = Shares(0.25, 0.0)
-# A change has to lower `largest_part`, the larger ratio of a predicted time to its limit, by this
-# fraction.
+# A change is made only if it lowers `PredictedTimes.largest_part` by this fraction.
 MIN_GAIN: Final = 0.2
 _LACKS_PAIRS: Final = (
     "frontends have quarantined all pairs of workers, so each request runs on one worker"
 )
-HOLD_S: Final = 2.0  # for how long a change has to be better before it is made
-MIN_INTERVAL_S: Final = 10.0  # between two changes
-# A growing number of streams is extrapolated to the time of the next possible change.
+HOLD_S: Final = 2.0  # a change is made only if it was better for this time
+MIN_INTERVAL_S: Final = 10.0  # shortest time between two changes
+# If the number of streams grows, the number that is expected after this time counts. The next
+# change is possible then.
 AHEAD_S: Final = MIN_INTERVAL_S
 
 
@@ -48,20 +48,21 @@ class WorkerState(NamedTuple):
     """One worker, as it was last reported."""
 
     id: int
-    shares: Shares  # those of a worker of a fixed role: all work of its role
+    shares: Shares  # a worker of a fixed role has all work of its role
     is_elastic: bool
-    streams: int  # requests that generate tokens
-    context_tokens: int  # of these requests
-    queued_tokens: int  # prompt tokens that are not computed yet
-    is_fresh: bool  # it has reported its load lately
-    # Means of the last seconds: a worker with few requests has no stream at many moments.
+    streams: int  # number of requests that generate tokens
+    context_tokens: int  # sum over the contexts of these requests
+    queued_tokens: int  # number of prompt tokens that are not computed yet
+    is_fresh: bool  # the worker has reported its load lately
+    # The next two are means of the last seconds. A worker with few requests may have no stream at
+    # the moment of a report.
     mean_streams: float = 0.0
-    mean_context_tokens: float = 0.0  # of all its streams, in tokens
-    more_streams_per_s: float = 0.0  # in the last seconds; negative: they become fewer
+    mean_context_tokens: float = 0.0
+    more_streams_per_s: float = 0.0  # growth in the last seconds; negative: streams become fewer
 
     @property
     def lasting_streams(self) -> float:
-        """Return the streams to plan for: those of now, or the mean if that is higher."""
+        """Return the number of streams to plan for: the present number, or the mean if higher."""
         return max(self.streams, self.mean_streams)
 
 
@@ -70,20 +71,21 @@ class Observation(NamedTuple):
 
     at_s: float  # seconds of a monotonic clock
     workers: Sequence[WorkerState]
-    cost: CostModel | None  # of these workers, which are equal; None: not known yet
-    prompts_per_s: float = 0.0  # in the last seconds
-    prompt_tokens: float = 0.0  # mean tokens of a prompt that had to be computed
-    max_streams: int = 0  # of a worker; 0: not reported
-    kv_tokens: int = 0  # in the KV cache of a worker; 0: not reported
-    queue: FrontendQueue = FrontendQueue()  # requests that are at no worker yet
+    # The cost model of the workers, which are equal. None: the workers have not learned it yet.
+    cost: CostModel | None
+    prompts_per_s: float = 0.0  # prompts that have arrived in the last seconds
+    prompt_tokens: float = 0.0  # mean number of tokens of a prompt that have to be computed
+    max_streams: int = 0  # most streams of one worker; 0: not reported
+    kv_tokens: int = 0  # tokens that fit into the KV cache of one worker; 0: not reported
+    queue: FrontendQueue = FrontendQueue()  # requests that wait at frontends
     lacks_pairs: bool = False  # frontends have quarantined all pairs: no KV can be transferred
 
 
 class DecisionOutcome(StrEnum):
-    """What was decided. The values are labels of a metric."""
+    """The kind of a decision. The values are labels of a metric."""
 
     CHANGE = "change"
-    # Workers that turn to prefill have no streams any more, or no other worker computes prompts.
+    # A worker that turns to prefill has no streams any more, or has to compute all prompts.
     DRAINED = "drained"
     FITS = "fits"
     NOTHING_BETTER = "nothing_better"
@@ -100,27 +102,27 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
     outcome: DecisionOutcome
     reason: str  # a plain sentence
-    changes: Mapping[int, Shares] = {}  # the shares to set, by id; empty: they stay
-    present: RoleCounts = RoleCounts()
-    counts: RoleCounts = RoleCounts()  # after the change
-    before: PredictedTimes | None = None  # without the change
-    after: PredictedTimes | None = None
-    wanted: RoleCounts | None = None  # workers of fixed roles that would keep the limits
-    unreachable: tuple[str, ...] = ()  # limits that no number of workers keeps, as text
+    changes: Mapping[int, Shares] = {}  # the shares to set, by id of the worker
+    present: RoleCounts = RoleCounts()  # the workers before the change
+    counts: RoleCounts = RoleCounts()  # the workers after the change
+    before: PredictedTimes | None = None  # the times without the change
+    after: PredictedTimes | None = None  # the times with the change
+    wanted: RoleCounts | None = None  # how many workers of fixed roles would keep the limits
+    unreachable: tuple[str, ...] = ()  # the limits that no number of workers keeps, as text
 
 
 class History(NamedTuple):
-    """What a decision needs to know of those before it."""
+    """What a decision needs to know of earlier decisions."""
 
-    changed_at_s: float = -math.inf
-    better_since_s: float | None = None  # since when some change is better. None: no change is
+    changed_at_s: float = -math.inf  # when the shares were changed last
+    better_since_s: float | None = None  # since when a change is better. None: no change is better
 
 
 def check_limits(limits: TimeLimits) -> None:
     """Check the limits.
 
     Raises:
-        ConfigError: one is not a number above 0.
+        ConfigError: a limit is not a number above 0.
     """
     for name, limit_s in (("TTFT", limits.ttft_s), ("ITL", limits.itl_s)):
         if not 0 < limit_s < math.inf:
@@ -135,33 +137,33 @@ def decide(
     """Decide which shares elastic workers should have, from what is predicted for the next seconds.
 
     * The shares stay while they are predicted to keep both limits with headroom.
-    * Otherwise the workers are split. As few as keep the ITL limit, and have space for the KV of
-      all streams, get only decode calls. The others get only prefill calls, if that keeps the TTFT
-      limit. Prompts that wait and prompts that arrive count for it. If the number of streams grows,
-      the number that is expected in AHEAD_S counts.
-    * If no split keeps both limits with headroom, the split that comes nearest to them is taken.
+    * Otherwise the elastic workers are split: some get only decode calls, the others only prefill
+      calls. Beginning with few workers for decode, the first split is taken that keeps both limits
+      with headroom. Prompts that wait and prompts that arrive count. If the number of streams
+      grows, the number that is expected after AHEAD_S counts.
+    * If no split keeps both limits with headroom, the one that comes nearest to them is taken.
     * If that split misses a limit, and undivided workers would keep both limits with headroom, the
-      elastic workers are not divided: all get both kinds of calls. This is the last resort: once
-      all workers generate, a split comes back only as their streams end.
-    * If frontends have quarantined all pairs, no KV can be transferred: the elastic workers are not
-      divided. Each kind of call has at least one worker.
-    * A change has to lower `largest_part` by the fraction MIN_GAIN. It has to be better for HOLD_S,
-      and comes MIN_INTERVAL_S after the last one. It is made at once if no worker has a share of
-      prefill or of decode calls.
+      elastic workers are not split: all get both kinds of calls. This is the last resort, because
+      once all workers have streams, a split becomes effective only as these streams end.
+    * If frontends have quarantined all pairs, no KV can be transferred, and nothing is split.
+    * Each kind of call has at least one worker.
+    * A change has to lower `largest_part` by the fraction MIN_GAIN. It is made when it was better
+      for HOLD_S, and MIN_INTERVAL_S have passed since the last change. It is made at once if one
+      kind of call has no worker.
     * The workers with the fewest streams turn to prefill, and those with the fewest prompt tokens
-      to decode. Shares only steer new calls: streams that run stay where they are. A worker that
-      turns to prefill gets fewer prompts until its streams have ended, if another one computes
-      prompts.
-    * Workers that have not reported lately keep their shares, and do not count; fixed roles do.
+      turn to decode. Shares steer only new calls: running streams stay where they are. If other
+      workers compute prompts, a worker that turns to prefill gets fewer prompts until its streams
+      have ended.
+    * Workers that have not reported lately keep their shares, and do not count. Fixed roles count.
 
     Args:
         observation: what is known of the workers.
-        limits: the limits. If an idle worker alone needs more than MAX_PART of a limit, twice its
-            time replaces the limit. If it needs more than the limit, `unreachable` names it, too.
-        history: of the decision before; at the start `History()`.
+        limits: the limits. If an idle worker needs more than MAX_PART of a limit for one request,
+            twice this time replaces the limit. `unreachable` names limits that it can't keep.
+        history: the history of the last decision, or `History()` at the start.
 
     Returns:
-        The decision, and the history for the next one if its changes are made.
+        The decision, and the history for the next decision, if its changes are made.
 
     Raises:
         ConfigError: see `check_limits`.
@@ -192,7 +194,7 @@ def decide(
 
 
 def _undecided(observation: Observation) -> Decision | None:
-    """Return the decision if nothing can be predicted or chosen; otherwise None."""
+    """Return the decision if nothing can be predicted or chosen, and otherwise None."""
     elastic = [worker for worker in observation.workers if worker.is_elastic]
     fresh = [worker for worker in observation.workers if worker.is_fresh]
     present = _role_counts(observation.workers)
@@ -243,7 +245,7 @@ def _stream_groups(workers: Sequence[WorkerState]) -> list[StreamGroup]:
 
 
 def _demand(observation: Observation, workers: Sequence[WorkerState]) -> Demand:
-    """Return the work of all workers, with the streams that there will be in AHEAD_S."""
+    """Return the work of all workers, with the number of streams that is expected after AHEAD_S."""
     queued_tokens = sum(worker.queued_tokens for worker in workers)
     streams = sum(worker.lasting_streams for worker in workers)
     context_tokens = sum(
@@ -255,7 +257,7 @@ def _demand(observation: Observation, workers: Sequence[WorkerState]) -> Demand:
     else:
         queued_tokens += observation.queue.tokens
     if streams:
-        # Further streams have the mean context of those that run.
+        # The additional streams are taken to have the mean context of the present streams.
         context_tokens *= 1 + more_streams / streams
     return Demand(
         prompts_per_s=observation.prompts_per_s,
@@ -274,8 +276,8 @@ def _compare(
     present: RoleCounts,
     predictor: Predictor,
 ) -> Decision:
-    """Return the decision, without regard to those before it."""
-    # Workers that get both kinds of calls count for both.
+    """Return the decision, without regard to earlier decisions."""
+    # A worker that gets both kinds of calls is counted in both numbers.
     has_both_kinds = present.num_prefill > 0 and present.num_decode > 0
     before = predictor.predict(present) if has_both_kinds else None
     wanted = predictor.wanted()
@@ -314,11 +316,11 @@ def _compare(
     if before is not None and before.largest_part <= MAX_PART:
         return stay(DecisionOutcome.FITS, f"the shares keep both limits: {before}")
     counts, after = _best(workers, predictor)
-    # If a kind of call has no worker, any change is better.
-    max_part = math.inf
-    if before is not None:
-        max_part = (1 - MIN_GAIN) * before.largest_part
-    if after.largest_part > max_part:
+    if before is None:
+        is_better = True  # without a change, one kind of call has no worker
+    else:
+        is_better = after.largest_part <= (1 - MIN_GAIN) * before.largest_part
+    if not is_better:
         return stay(
             DecisionOutcome.NOTHING_BETTER,
             f"no other shares are clearly better: {before}; {counts}: {after}",
@@ -327,10 +329,10 @@ def _compare(
 
 
 def _candidates(workers: Sequence[WorkerState]) -> Iterator[RoleCounts]:
-    """Yield each way to divide the elastic workers. The counts include the fixed workers.
+    """Yield the possible counts of workers, which include the workers of fixed roles.
 
-    Splits come first, those with few decode workers before others. The last item is that all
-    elastic workers get both kinds of calls.
+    Splits of the elastic workers come first, beginning with few workers for decode. With the last
+    item, all elastic workers get both kinds of calls.
     """
     fixed = _role_counts([worker for worker in workers if not worker.is_elastic])
     num_elastic = sum(worker.is_elastic for worker in workers)
@@ -353,7 +355,7 @@ class _Candidate(NamedTuple):
 
 
 def _best(workers: Sequence[WorkerState], predictor: Predictor) -> _Candidate:
-    """Return the first split that keeps both limits with headroom; otherwise see `decide`."""
+    """Return the best candidate, as `decide` describes."""
     *splits, both = [
         _Candidate(counts, predictor.predict(counts)) for counts in _candidates(workers)
     ]
@@ -385,10 +387,13 @@ def _changes(workers: Sequence[WorkerState], counts: RoleCounts) -> dict[int, Sh
 def _prefill_shares(
     workers: Sequence[WorkerState], *, has_others: bool
 ) -> dict[WorkerState, Shares]:
-    """Return the shares of workers for prefill. `has_others`: other workers compute prompts."""
+    """Return the shares of workers for prefill.
+
+    `has_others` is True if other workers compute prompts, too.
+    """
     ready = [worker for worker in workers if not worker.streams or worker.shares == PREFILL_ONLY]
     if workers and not ready and not has_others:
-        # Some worker has to get all prompts at once: the one with the fewest streams.
+        # One worker has to compute all prompts from now on. Take the one with the fewest streams.
         ready = [min(workers, key=lambda worker: worker.streams)]
     shares = dict.fromkeys(workers, DRAINING)
     for worker in ready:
@@ -397,7 +402,7 @@ def _prefill_shares(
 
 
 def _drained(workers: Sequence[WorkerState]) -> dict[int, Shares]:
-    """Return the new shares of workers that have turned to prefill, and drain no longer."""
+    """Return the new shares of workers that turn to prefill and need not drain any longer."""
     draining = [worker for worker in workers if worker.shares == DRAINING]
     has_others = any(worker.shares.prefill > DRAINING.prefill for worker in workers)
     new_shares = _prefill_shares(draining, has_others=has_others)
@@ -407,7 +412,7 @@ def _drained(workers: Sequence[WorkerState]) -> dict[int, Shares]:
 def _drained_reason(workers: Sequence[WorkerState], drained: Mapping[int, Shares]) -> str:
     has_streams = any(worker.streams for worker in workers if worker.id in drained)
     if has_streams:
-        # `_prefill_shares` has chosen a single worker, although its streams run.
+        # `_prefill_shares` has chosen one worker although its streams still run.
         return "no other worker computes prompts; the one with the fewest streams takes them all"
     return f"the streams of {len(drained)} workers for prefill have ended"
 

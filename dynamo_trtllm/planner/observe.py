@@ -1,6 +1,6 @@
-"""Observe the workers of a namespace: what they report, and the rates of the last seconds.
+"""Observe the workers of a namespace: their reports, and the rates of the last seconds.
 
-Callers pass the time.
+The module reads no clock: callers pass the time.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from dynamo_trtllm.protocol.messages import Instance, LoadReport, Role
 from dynamo_trtllm.protocol.shares import Shares
 
 WINDOW_S: Final = 10.0  # rates are means over this time
-# Rates over a shorter time would be chance. Until this time has passed since the start, rates are
-# what has arrived, divided by this time, and the growth of streams is 0.
+# Rates over a shorter time would depend on chance. Until this time has passed since the start, a
+# rate is what has arrived divided by this time, and the growth of streams is 0.
 MIN_WINDOW_S: Final = 2.0
-_MAX_PAUSE_S: Final = 2.0  # between two samples of the queues at frontends
+_MAX_PAUSE_S: Final = 2.0  # longest time between two samples of the queues at frontends
 GROWTH_S: Final = 5.0  # the growth of streams is a mean over this time
 
 
@@ -36,7 +36,7 @@ class PoolKey(NamedTuple):
 
 
 class _Counts(NamedTuple):
-    """What a worker had counted when it reported."""
+    """The counts of a worker in one report."""
 
     at_s: float
     computed_prompts: int
@@ -49,9 +49,9 @@ class _Counts(NamedTuple):
 class _Increase(NamedTuple):
     """By how much the counts of a worker have grown in the last seconds."""
 
-    prompts: int = 0  # that were computed
-    tokens: int = 0  # of these prompts
-    queued_tokens: int = 0  # negative: fewer prompt tokens wait
+    prompts: int = 0  # number of prompts that were computed
+    tokens: int = 0  # number of tokens of these prompts
+    queued_tokens: int = 0  # by how many the waiting prompt tokens have grown; negative: fallen
 
 
 class _Means(NamedTuple):
@@ -66,13 +66,13 @@ class ReportWindow:
     """The reports of one worker in the last seconds.
 
     Args:
-        role: of the worker.
+        role: the role of the worker.
     """
 
     def __init__(self, role: Role) -> None:
         self._role = role
-        # In the order of their arrival. The first one may be older than the window: its counts are
-        # those with which the window begins.
+        # The counts of the reports, in the order of their arrival. The first report may be older
+        # than the window. Its counts are those with which the window begins.
         self._counts: deque[_Counts] = deque()
 
     def add(self, report: LoadReport, now: float) -> None:
@@ -103,7 +103,7 @@ class ReportWindow:
         )
 
     def means(self, now: float) -> _Means:
-        """Return the means of the window: each report counts until the next one."""
+        """Return the means over the window. The counts of a report hold until the next report."""
         self._drop(now)
         begins = [max(counts.at_s, now - WINDOW_S) for counts in self._counts]
         durations_s = [end - begin for begin, end in pairwise([*begins, now])]
@@ -128,14 +128,14 @@ class ReportWindow:
             if counts.at_s > now - GROWTH_S:
                 break
             before = counts
-        # If `before` is older than GROWTH_S, its number of streams still held at that time.
+        # If `before` is older than GROWTH_S, its number of streams still held GROWTH_S ago.
         seconds = min(GROWTH_S, now - before.at_s)
         if seconds < MIN_WINDOW_S:
             return 0.0
         return (self._counts[-1].streams - before.streams) / seconds
 
     def _drop(self, now: float) -> None:
-        """Drop the reports that are older than the window, but for the newest one of them."""
+        """Drop the reports that are older than the window, except the newest of these."""
         while len(self._counts) > 1 and self._counts[1].at_s <= now - WINDOW_S:
             self._counts.popleft()
 
@@ -146,7 +146,7 @@ class _QueueSample(NamedTuple):
 
 
 class QueueWindow:
-    """The prompt tokens that have waited at the frontends for a pool in the last seconds."""
+    """The numbers of prompt tokens that waited at frontends for a pool in the last seconds."""
 
     def __init__(self) -> None:
         self._samples: deque[_QueueSample] = deque()
@@ -154,11 +154,11 @@ class QueueWindow:
     def increase(self, tokens: int, now: float) -> int:
         """Return how many more tokens wait now than at the begin of the window."""
         self._samples.append(_QueueSample(now, tokens))
-        # The oldest sample that stays is the one with which the window begins.
+        # The window begins with the oldest sample that stays, which may be older than the window.
         begin_s = now - WINDOW_S
         while len(self._samples) > 1 and self._samples[1].at_s <= begin_s:
             self._samples.popleft()
-        # A planner that has not led for a while has no samples of that time.
+        # A planner takes no samples while it does not lead. Then the oldest sample may be too old.
         if self._samples[0].at_s < begin_s - _MAX_PAUSE_S:
             self._samples.popleft()
         return tokens - self._samples[0].tokens
@@ -169,7 +169,7 @@ class Observer:
 
     Args:
         view: the workers, and their shares.
-        started_at: when observing begins, in seconds of a monotonic clock.
+        started_at: the time at which observing begins, in seconds of a monotonic clock.
     """
 
     def __init__(self, view: ClusterView, started_at: float) -> None:
@@ -181,12 +181,12 @@ class Observer:
         self._started_at = started_at
 
     def on_report(self, report: LoadReport, now: float) -> None:
-        """Take a report. `now`: seconds of a monotonic clock."""
+        """Take the report of a worker. `now` is in seconds of a monotonic clock."""
         instance = self._view.instance(report.instance_id)
         if instance is None:
             return
         self._loads.on_report(report, now)
-        # A late report is ignored: `ClusterLoad` keeps the newest one.
+        # `ClusterLoad` stores only the newest report. A late report is ignored.
         is_newest = self._loads.get(report.instance_id).report is report
         if is_newest:
             window = self._windows.get(report.instance_id)
@@ -196,7 +196,7 @@ class Observer:
             window.add(report, now)
 
     def on_usage(self, usage: FrontendUsage, now: float) -> None:
-        """Take the report of a frontend process. `now`: seconds of a monotonic clock."""
+        """Take the report of a frontend process. `now` is in seconds of a monotonic clock."""
         self._queues.on_report(usage, now)
 
     def remove(self, instance_id: int) -> None:
@@ -216,13 +216,14 @@ class Observer:
             for key, instances in pools.items()
             if any(instance.role is Role.ELASTIC for instance in instances)
         }
-        # The windows of pools that are gone are dropped.
+        # This drops the windows of pools that are gone.
         self._queue_windows = {
             key: self._queue_windows.get(key) or QueueWindow() for key in elastic_pools
         }
         observations: dict[PoolKey, Observation] = {}
         for key, instances in elastic_pools.items():
-            # Frontends report by model. Each pool gets the part of its workers.
+            # Frontends report by model. A pool gets a part of the queue in proportion to its
+            # workers.
             part = len(instances) / num_workers[key.model]
             queue = self._queues.of_model(key.model, now).part(part)
             observations[key] = self._observation(key, instances, queue, now)
@@ -239,7 +240,8 @@ class Observer:
         seconds = max(MIN_WINDOW_S, min(WINDOW_S, now - self._started_at))
         prompts = sum(increase.prompts for increase in increases)
         tokens = sum(increase.tokens for increase in increases)
-        # The tokens that have arrived were computed, or wait.
+        # The tokens that have arrived are those that were computed, and those that wait in addition
+        # to the ones that waited before.
         more_queued = sum(increase.queued_tokens for increase in increases)
         more_queued += self._queue_windows[key].increase(queue.tokens, now)
         arrived_tokens = max(0, tokens + more_queued)
@@ -265,7 +267,7 @@ class Observer:
         report = load.report
         own_shares = shares.get(instance.id)
         if own_shares is None:
-            # Only elastic workers have an entry in `shares`. This one has a fixed role.
+            # Only elastic workers have an entry in `shares`, so this worker has a fixed role.
             own_shares = PREFILL_ONLY if instance.role is Role.PREFILL else DECODE_ONLY
         streams = 0
         context = 0
@@ -274,8 +276,9 @@ class Observer:
             work = report.work(instance.role)
             streams = work.decode_requests
             if not own_shares.prefill:
-                # Calls that wait here are decode calls, except calls from before its shares
-                # changed. Decode calls become streams once the batch and the KV cache have space.
+                # The calls that wait at this worker are decode calls, except calls from before its
+                # shares changed. Decode calls become streams once the batch and the KV cache have
+                # space, so they count as streams.
                 streams += work.queued_requests
             context = work.context_tokens
             queued = report.queued_prefill_tokens
@@ -296,5 +299,5 @@ class Observer:
 
 
 def _least(counts: Iterable[int]) -> int:
-    """Return the least of the counts that are reported; 0: none is."""
+    """Return the least of the counts that are reported, or 0 if none is reported."""
     return min((count for count in counts if count), default=0)

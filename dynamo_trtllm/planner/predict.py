@@ -1,6 +1,6 @@
 """Predict the times of requests for a number of workers of each kind.
 
-All functions are pure. The times of steps are those of the cost model that workers report.
+All functions are pure. They compute the times of steps with the cost model that workers report.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from dynamo_trtllm.protocol.cost_model import (
     prefill_step_s,
 )
 
-# A predicted time may be at most this part of its limit. The rest is headroom for what the
-# prediction does not see.
+# A predicted time may take at most this part of its limit. The rest is headroom for what the
+# prediction does not include.
 MAX_PART: Final = 0.8
 # If an idle worker needs more than MAX_PART of a limit, no number of workers keeps the limit with
-# headroom. The limit is then replaced by this multiple of the time on an idle worker.
+# headroom. Then this multiple of the time on an idle worker replaces the limit.
 _IDLE_FACTOR: Final = 2.0
-# The 90th percentile of the time to first token is predicted. Waits in a queue are taken as
-# distributed exponentially, so their 90th percentile is this multiple of their mean.
+# The 90th percentile of the time to first token is predicted. Waits in a queue are assumed to have
+# an exponential distribution, so their 90th percentile is this multiple of their mean.
 _P90_OF_MEAN: Final = math.log(10)
-# If prompts need more than this part of a worker's time, its queue grows.
+# If prompts need more than this part of a worker's time, its queue is taken to grow.
 _MAX_BUSY: Final = 0.95
-# The length of a growing queue is predicted for this many seconds from now.
+# The length of a growing queue is predicted for this time from now.
 _GROWS_FOR_S: Final = 10.0
-# The number of streams of a worker and the time of its steps depend on each other. They are found
-# by iteration.
+# Most rounds of an iteration. The number of streams of a worker and the time of its steps depend on
+# each other, so both are found by iteration.
 _MAX_ROUNDS: Final = 30
-# More than this multiple of the present streams is not predicted.
+# At most this multiple of the present streams is predicted.
 _MAX_GROWTH: Final = 8.0
-_MAX_WANTED: Final = 1024  # workers of a role
-# The shortest time of a step: the fit of a mock engine may have steps that take no time.
+_MAX_WANTED: Final = 1024  # most workers of a role
+# The shortest time of a step. The cost model of a mock engine may have steps that take no time.
 _SHORTEST_STEP_S: Final = 1e-6
 
 
@@ -82,13 +82,13 @@ class TimeLimits(NamedTuple):
 class Demand(NamedTuple):
     """The work of all workers of a model together."""
 
-    prompts_per_s: float  # of the last seconds
-    prompt_tokens: float  # mean tokens of a prompt that have to be computed
-    queued_tokens: int  # prompt tokens that are not computed yet
-    streams: float  # requests that generate tokens
-    context_tokens: float  # of these requests together
-    max_streams: int = 0  # of a worker; 0: not reported
-    kv_tokens: int = 0  # in the KV cache of a worker; 0: not reported
+    prompts_per_s: float  # prompts that have arrived in the last seconds
+    prompt_tokens: float  # mean number of tokens of a prompt that have to be computed
+    queued_tokens: int  # number of prompt tokens that are not computed yet
+    streams: float  # number of requests that generate tokens
+    context_tokens: float  # sum over the contexts of these requests
+    max_streams: int = 0  # most streams of one worker; 0: not reported
+    kv_tokens: int = 0  # tokens that fit into the KV cache of one worker; 0: not reported
 
     @property
     def context_of_stream(self) -> float:
@@ -97,15 +97,17 @@ class Demand(NamedTuple):
 
 
 class PredictedTimes(NamedTuple):
-    """What is predicted for numbers of workers.
+    """The times that are predicted for some numbers of workers.
 
-    A part of 1 means that a time takes all of its limit, or that a batch or KV cache is full.
+    If a part is 1, a time takes all of its limit, or a batch or a KV cache is full.
     """
 
     ttft_s: float  # 90th percentile of the time to first token
-    gap_s: float  # the longest time between two tokens
-    ttft_part: float  # the part of its limit that `ttft_s` takes
-    decode_part: float  # the largest part of: the limit of gaps, a batch, a KV cache
+    gap_s: float  # longest time between two tokens
+    ttft_part: float  # which part of its limit `ttft_s` takes
+    # The largest of three parts: of the limit that `gap_s` takes, of a batch and of a KV cache that
+    # streams take.
+    decode_part: float
 
     @property
     def largest_part(self) -> float:
@@ -117,13 +119,14 @@ class PredictedTimes(NamedTuple):
 
 
 class PromptSteps(NamedTuple):
-    """The steps in which a worker computes prompts, with times in seconds."""
+    """The steps in which a worker computes prompts."""
 
-    # Of one step. It computes what has arrived during the step before it.
+    # Time of one step. A step computes the prompts that have arrived during the step before.
     step_s: float
-    prompt_s: float  # of all steps of one prompt
-    busy: float  # part of the time in which such steps run
-    # What `busy` would be if all steps were full. Above _MAX_BUSY, the queue grows.
+    prompt_s: float  # time of all steps of one prompt
+    busy: float  # the part of a worker's time that these steps take
+    # The part of the time that they would take if all steps were full. Above _MAX_BUSY, the queue
+    # grows.
     full_busy: float
 
 
@@ -132,7 +135,7 @@ class Predictor:
 
     Args:
         cost: the complete cost model of the workers, which are equal.
-        demand: their work.
+        demand: the work of the workers.
         limits: the limits.
         groups: the present streams of each worker.
 
@@ -165,14 +168,15 @@ class Predictor:
                 f"a token takes {1000 * idle_token_s:.1f} ms on an idle worker, and the ITL limit"
                 f" is {1000 * limits.itl_s:g} ms"
             )
-        # That of the engines, which know the limit of their streams.
+        # The engines compute the same target time from the ITL limit of their streams.
         self._mixed_step_s = mixed_step_s(limits.itl_s)
         self._tokens_per_s = self._planned_tokens_per_s(groups)
 
     def predict(self, counts: RoleCounts) -> PredictedTimes:
-        """Return what is predicted for these numbers. Each kind of call has at least one worker."""
+        """Return the times for these numbers of workers. Each kind of call must have a worker."""
         streams = self._streams_per_worker(counts)
-        # If some workers get both kinds of calls, all prompts are taken as computed beside streams.
+        # If some workers get both kinds of calls, it is assumed that all prompts are computed
+        # beside streams.
         ttft_s = self._ttft_s(counts.num_prefill, streams if counts.both else 0.0)
         gap_s = self._gap_s(counts, streams)
         return PredictedTimes(
@@ -185,8 +189,8 @@ class Predictor:
     def wanted(self) -> RoleCounts:
         """Return how many workers of fixed roles this work needs to keep the limits."""
 
-        # Workers of fixed roles do not influence each other, so the number in the other role is
-        # arbitrary.
+        # Workers of one role do not influence those of the other role. So each number is found
+        # alone, and the number of workers in the other role does not matter.
         def ttft_part(count: int) -> float:
             return self.predict(RoleCounts(prefill=count, decode=_MAX_WANTED)).ttft_part
 
@@ -196,7 +200,7 @@ class Predictor:
         return RoleCounts(prefill=_fewest(ttft_part), decode=_fewest(decode_part))
 
     def _planned_tokens_per_s(self, groups: Sequence[StreamGroup]) -> float:
-        """Return the tokens per second of the planned streams, at the speed of the present ones."""
+        """Return the tokens per second of the planned streams at the speed of present streams."""
         num_prefill = sum(group.beside_prompts for group in groups)
         tokens_per_s = 0.0
         for streams, beside_prompts in groups:
@@ -219,21 +223,22 @@ class Predictor:
     def _prompt_steps(self, num_workers: int, streams: float) -> PromptSteps | None:
         """Return the prompt steps of each worker. None: the size of a prompt is not known.
 
-        It is not known if no prompt was computed lately and none waits at frontends.
+        The size is not known if no prompt was computed lately and no prompt waits at a frontend.
 
-        Prompts that arrive during a step are computed together in the next one. So a longer step
-        makes the next one longer: its tokens and its time are found by iteration.
+        The prompts that arrive during one step are computed together in the next step. So a longer
+        step makes the next step longer. Therefore the tokens and the time of a step are found by
+        iteration.
 
         Args:
             num_workers: the number of workers among which the prompts are divided.
-            streams: the streams of each of them.
+            streams: the number of streams of each of these workers.
         """
         demand = self._demand
         if not demand.prompt_tokens:
             return None
         max_tokens = self._max_prompt_tokens(streams)
         tokens_per_s = demand.prompts_per_s * demand.prompt_tokens / num_workers
-        # A step has at least one prompt, or as much of it as fits.
+        # A step has at least one prompt, or as much of one prompt as fits.
         min_tokens = min(demand.prompt_tokens, max_tokens)
         tokens = min_tokens
         for _ in range(_MAX_ROUNDS):
@@ -258,7 +263,7 @@ class Predictor:
         return self._demand.queued_tokens / num_workers * full_step_s / max_tokens
 
     def _max_prompt_tokens(self, streams: float) -> int:
-        """Return how many prompt tokens a step has at most."""
+        """Return the most prompt tokens that a step can have."""
         if not streams:
             return self._cost.step_tokens
         context_tokens = streams * self._demand.context_of_stream
@@ -267,7 +272,7 @@ class Predictor:
     def _prompt_step_s(self, tokens: float, streams: float) -> float:
         """Return the time of a step with some prompt tokens beside some streams."""
         demand = self._demand
-        # A token attends to those before it, on average half of its prompt.
+        # A token attends to the tokens before it. On average, these are half of its prompt.
         attention_pairs = tokens * demand.prompt_tokens / 2
         context_tokens = streams * demand.context_of_stream
         step_s = prefill_step_s(self._prefill, streams, context_tokens, tokens, attention_pairs)
@@ -277,18 +282,18 @@ class Predictor:
         waiting_s = self._waiting_s(num_workers, streams)
         steps = self._prompt_steps(num_workers, streams)
         if steps is None:
-            # The size of a prompt is not known. Some may wait at workers.
+            # The size of a prompt is not known, but prompts may wait at workers.
             return waiting_s
-        # The part of the time that the queue can use without growing.
+        # The part of a worker's time that prompts can take without a growing queue.
         stable_busy = min(steps.full_busy, _MAX_BUSY)
         # The mean wait in an M/D/1 queue, whose service times are equal.
         mean_queue_s = steps.prompt_s * stable_busy / (2 * (1 - stable_busy))
         queue_s = _P90_OF_MEAN * mean_queue_s
-        # A new prompt waits for the end of the step that runs, if one runs.
+        # A new prompt waits for the end of the running step. `busy` is the chance that one runs.
         step_end_s = steps.busy * steps.step_s
-        # The work that is left over after _GROWS_FOR_S seconds, if more arrives than is done.
+        # If more work arrives than is done, this much work is left over after _GROWS_FOR_S.
         growth_s = (steps.full_busy - stable_busy) * _GROWS_FOR_S
-        # The three waits are for the same work ahead, so the longest one counts.
+        # The three waits are estimates of the same work that is ahead, so only the longest counts.
         return steps.prompt_s + max(queue_s, step_end_s, waiting_s) + growth_s
 
     def _gap_s(self, counts: RoleCounts, streams: float) -> float:
@@ -305,9 +310,9 @@ class Predictor:
         """Return the mean time between two tokens of a stream of one worker.
 
         Args:
-            num_sharing: the number of workers among which the prompts are divided, with this one.
-                0: this worker computes no prompts.
-            streams: the streams of this worker.
+            num_sharing: the number of workers among which the prompts are divided, including this
+                worker. 0: this worker computes no prompts.
+            streams: the number of streams of this worker.
         """
         step_s = self._step_s(streams)
         steps = self._prompt_steps(num_sharing, streams) if num_sharing else None
@@ -322,9 +327,10 @@ class Predictor:
         return max(decode_step_s(self._decode, streams, context_tokens), _SHORTEST_STEP_S)
 
     def _streams_per_worker(self, counts: RoleCounts) -> float:
-        """Return how many streams each worker has if all generate as many tokens per second as now.
+        """Return how many streams each worker has.
 
-        If each token takes longer, streams last longer, so more of them run at once (Little's law).
+        The tokens per second of all streams together are taken as given. If each token takes
+        longer, streams last longer, so more streams run at once (Little's law).
         """
         demand = self._demand
         num_workers = counts.num_decode
@@ -340,7 +346,7 @@ class Predictor:
         return streams
 
     def _full_part(self, streams: float) -> float:
-        """Return how full the batch or the KV cache of a worker is with some streams."""
+        """Return which part of a worker's batch or KV cache is full, whichever is larger."""
         demand = self._demand
         parts = [0.0]
         if demand.max_streams:
@@ -351,7 +357,7 @@ class Predictor:
 
 
 def _reachable(limit_s: float, idle_s: float) -> float:
-    """Return the limit, or a longer one that workers can keep.
+    """Return the limit, or a longer limit if no worker can keep this one with headroom.
 
     `idle_s` is the time on an idle worker.
     """
@@ -361,7 +367,7 @@ def _reachable(limit_s: float, idle_s: float) -> float:
 def _fewest(part: Callable[[int], float]) -> int:
     """Return the smallest number of workers for which `part` is at most MAX_PART.
 
-    `part` falls with the number. If no number is enough, return _MAX_WANTED.
+    With more workers, `part` is smaller. If no number is enough, the result is _MAX_WANTED.
     """
     low = 1
     high = _MAX_WANTED

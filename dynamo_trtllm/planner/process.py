@@ -17,7 +17,7 @@ from dynamo_trtllm.cluster.discovery.discovery_interface import (
     Added,
     Discovery,
     Leadership,
-    Rejected,
+    RejectionChanged,
     Removed,
     SharesChanged,
     Synced,
@@ -44,10 +44,11 @@ from dynamo_trtllm.worker.health import Health, health_app, health_server
 
 log = logging.getLogger(__name__)
 
-# Limit of each call to etcd. A decision that was not written by then is out of date.
-_CALL_S: Final = 3.0
-_MAX_NAMED: Final = 4  # workers of a pool that a log line names
-# Time after which another planner leads if this one does not renew its lease.
+# Longest wait for the answer to a call of etcd. A decision that is not written by then is out of
+# date.
+_CALL_TIMEOUT_S: Final = 3.0
+_MAX_NAMED: Final = 4  # most workers of a pool that a log line names
+# If the leading planner does not renew its lease, another planner can lead after this time.
 LEASE_S: Final = 5.0
 
 
@@ -55,7 +56,7 @@ class PlannerProcess(Lifecycle):
     """A planner, with its connections and its system port.
 
     Args:
-        config: its settings.
+        config: the settings of the planner.
     """
 
     def __init__(self, config: PlannerConfig) -> None:
@@ -70,10 +71,10 @@ class PlannerProcess(Lifecycle):
         self._name = f"{socket.gethostname()}-{os.getpid()}"
         self._logs: dict[PoolKey, DecisionLog] = {}
         self._failure_to_change = ""  # why the last change was not made
-        # At the last decisions, there were elastic workers. True before the first decisions.
+        # Whether there were elastic workers at the last decisions. True before the first decisions.
         self._had_elastic = True
-        self._does_etcd_answer = True  # as of the last call
-        self._is_waiting = False  # another planner led at the last call
+        self._does_etcd_answer = True  # whether etcd has answered the last call
+        self._is_waiting = False  # whether another planner was leading at the last call
         self._system_port: int | None = None
 
     @property
@@ -107,8 +108,7 @@ class PlannerProcess(Lifecycle):
                 config, PlaneLimits(), self._tasks, self._metrics.message_unreadable
             )
             stack.push_async_callback(plane.aclose)
-            # Called for each answer of `/health`.
-            self._health.why_unreachable = plane.rejection
+            self._health.why_unreachable = plane.rejection  # called for each request of `/health`
             discovery = open_discovery(config, self._tasks, lease_ttl_s=LEASE_S)
             stack.push_async_callback(discovery.aclose)
             stack.push_async_callback(self._resign)
@@ -145,7 +145,10 @@ class PlannerProcess(Lifecycle):
         observer: Observer,
         stack: AsyncExitStack,
     ) -> None:
-        """Follow the workers and their loads until `stack` is closed. Return when all are known."""
+        """Follow the workers and their loads until `stack` is closed.
+
+        Return when all workers are known, or when this planner must stop.
+        """
         loop = asyncio.get_running_loop()
 
         def take(report: LoadReport) -> None:
@@ -162,8 +165,8 @@ class PlannerProcess(Lifecycle):
 
         namespace = self._config.namespace
         stack.push_async_callback(await plane.client.watch_loads(namespace, take))
-        usages = await plane.subscribe(frontend_usage_subject(namespace), take_usage)
-        stack.push_async_callback(usages)
+        unsubscribe = await plane.subscribe(frontend_usage_subject(namespace), take_usage)
+        stack.push_async_callback(unsubscribe)
         synced = asyncio.Event()
         watching = self._tasks.start(self._watch(discovery, observer, synced), "watch")
         stack.push_async_callback(self._tasks.cancel, watching)
@@ -181,8 +184,8 @@ class PlannerProcess(Lifecycle):
                         observer.remove(instance_id)
                     case SharesChanged(table):
                         self._view.set_shares({} if table is None else table.workers)
-                    # Without a reason, the record is gone or valid now.
-                    case Rejected(key, str(reason)):
+                    # An event without a reason needs no log line: the record is gone or valid now.
+                    case RejectionChanged(key, str(reason)):
                         log.warning("record %s is rejected: %s", key, reason)
                     case Synced():
                         synced.set()
@@ -193,8 +196,8 @@ class PlannerProcess(Lifecycle):
         while True:
             await asyncio.sleep(PLAN_EVERY_S)
             if not self._config.advise and not await self._leads(discovery):
-                # Another planner decides now, so the history of this one is out of date. An
-                # autoscaler follows the metrics of the other one.
+                # Another planner decides now, so the history of this planner is out of date. An
+                # autoscaler follows the metrics of the planner that leads.
                 planner = Planner(observer, self._limits)
                 self._metrics.clear_plan()
                 continue
@@ -203,20 +206,20 @@ class PlannerProcess(Lifecycle):
             if self._config.advise or not changes_of(decisions):
                 continue
             if not await self._change(discovery, decisions):
-                # The history has changes that were not made.
+                # The history of this planner has changes that were not made, so begin a new one.
                 planner = Planner(observer, self._limits)
 
     async def _leads(self, discovery: Discovery) -> bool:
-        """Renew or try to get the leadership. Return whether this planner leads."""
+        """Renew the leadership, or try to get it. Return whether this planner leads."""
         before = self._leadership
         failure = ""
         try:
-            async with asyncio.timeout(_CALL_S):
+            async with asyncio.timeout(_CALL_TIMEOUT_S):
                 if before is not None and not await before.renew():
                     log.warning("another planner may lead by now: this one waits")
                     await self._resign()
                 if self._leadership is None:
-                    self._leadership = await discovery.lead_planners(
+                    self._leadership = await discovery.try_to_lead(
                         self._config.namespace, self._name
                     )
         except (Unreachable, TimeoutError) as exc:
@@ -241,7 +244,7 @@ class PlannerProcess(Lifecycle):
         return leads
 
     def _log_etcd(self, failure: str) -> None:
-        """Log that etcd has stopped answering, or answers again: once, because calls repeat."""
+        """Log once that etcd has stopped answering, and once that it answers again."""
         did_answer = self._does_etcd_answer
         self._does_etcd_answer = not failure
         if failure and did_answer:
@@ -250,6 +253,7 @@ class PlannerProcess(Lifecycle):
             log.info("etcd answers again")
 
     async def _resign(self) -> None:
+        """Let another planner lead."""
         leadership = self._leadership
         self._leadership = None
         if leadership is not None:
@@ -260,7 +264,7 @@ class PlannerProcess(Lifecycle):
         leadership = self._leadership
         assert leadership is not None
         try:
-            async with asyncio.timeout(_CALL_S):
+            async with asyncio.timeout(_CALL_TIMEOUT_S):
                 table = await change_shares(
                     discovery,
                     self._config.namespace,
@@ -274,7 +278,7 @@ class PlannerProcess(Lifecycle):
                 )
         except (DynamoError, TimeoutError) as exc:
             reason = str(exc) or "etcd does not answer"
-            # The planner tries again in seconds, so the same reason is a warning only once.
+            # The planner tries again after seconds. Only a new reason is logged as a warning.
             level = logging.DEBUG if reason == self._failure_to_change else logging.WARNING
             log.log(level, "the shares could not be changed: %s", reason)
             self._failure_to_change = reason
@@ -299,11 +303,10 @@ class PlannerProcess(Lifecycle):
             logs[key] = self._logs.get(key) or DecisionLog(is_advice=self._config.advise)
             logs[key].add(decision, self._name_of_pool(key))
             self._add_metrics(key.model, decision)
-        # The logs of pools that are gone are dropped.
-        self._logs = logs
+        self._logs = logs  # without the logs of pools that are gone
 
     def _name_of_pool(self, key: PoolKey) -> str:
-        """Return the model, and the workers if others of the model have another pool."""
+        """Return the model of a pool, and its workers if the model has several pools."""
         groups = self._view.model(key.model).groups
         group = groups.get(key.pairing_key)
         if group is None or len(groups) == 1:

@@ -1,9 +1,11 @@
-"""Define the events of a worker's prefix cache, and publish its changes.
+"""Define the events of a worker's prefix cache, and publish the changes of the cache.
 
-They say which prompt prefixes can be reused there. Engines name KV blocks by hashes of their own.
-The publisher replaces them with prefix hashes, which frontends compute from a prompt's tokens, too.
-Updates contain neither tokens nor text. They are numbered per worker. A reader that is new or that
-missed an update asks the worker with the control verb `ResyncKvEvents` to publish everything again.
+The updates say which prompt prefixes the worker can reuse. Engines name KV blocks by hashes of
+their own. The publisher replaces these names by prefix hashes, which frontends can compute from the
+tokens of a prompt. Updates contain neither tokens nor text.
+
+The updates of a worker are numbered. A reader that is new, or that has missed an update, asks the
+worker with the control verb `ResyncKvEvents` to publish everything again.
 """
 
 from __future__ import annotations
@@ -28,14 +30,15 @@ from dynamo_trtllm.protocol.number_types import Count, Number
 
 log = logging.getLogger(__name__)
 
-MAX_UPDATE_BLOCKS: Final = 4096  # a frontend reads them in about 2 ms
+MAX_UPDATE_BLOCKS: Final = 4096  # a frontend reads so many blocks in about 2 ms
 _EARLY_S = 0.001  # a timer of uvloop may end too early by this time
 
 
 class KvBlock(msgspec.Struct, frozen=True, array_like=True):
     """One full KV block.
 
-    `hash` is the engine's own name of it, of up to 64 bits; it depends on all tokens before.
+    `hash` is the engine's own name of the block, of up to 64 bits. The name also depends on all
+    tokens before the block.
     """
 
     hash: int
@@ -45,8 +48,9 @@ class KvBlock(msgspec.Struct, frozen=True, array_like=True):
 class BlocksStored(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="stored"):
     """Consecutive blocks can be reused from now on."""
 
-    blocks: tuple[KvBlock, ...]  # blocks in the order of the prompt
-    # Hash of the block before the first one. None: the prompt begins with the first one.
+    blocks: tuple[KvBlock, ...]  # the blocks in the order of the prompt
+    # The engine's name of the block before the first block. None: the prompt begins with the first
+    # block.
     parent: int | None = None
     # Attention window in tokens of the layers that share the blocks. 0: all layers.
     cache_group: int = 0
@@ -55,7 +59,7 @@ class BlocksStored(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class BlocksRemoved(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="removed"):
-    """Blocks can't be reused any more. Some may be unknown to a reader."""
+    """Blocks can't be reused any more. A reader may not know some of them."""
 
     hashes: tuple[int, ...]
     cache_group: int = 0
@@ -63,9 +67,9 @@ class BlocksRemoved(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class BlocksCleared(msgspec.Struct, frozen=True, tag="cleared"):
-    """A reader forgets blocks: they are gone, or events were lost."""
+    """Readers forget blocks, because the blocks are gone or events were lost."""
 
-    # Attention-DP rank whose blocks are forgotten. None: all blocks of the worker.
+    # The attention-DP rank whose blocks are forgotten. None: all blocks of the worker.
     dp_rank: int | None = None
 
 
@@ -75,20 +79,22 @@ OnKvEvents: TypeAlias = Callable[[Sequence[KvEvent]], None]
 
 
 class KvCacheUpdate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Changes of one worker's prefix cache since its update before, or a part of a snapshot.
+    """Changes of one worker's prefix cache since the last update, or a part of a snapshot.
 
     A reader applies the changes in this order: forget all blocks if `cleared`, remove `removed`,
-    add `stored`. Only a reader that is out of sync applies snapshots, from their first part on,
-    which is `cleared`. After the last part it is in sync.
+    add `stored`. A reader that is in sync ignores snapshots. Other readers apply a snapshot from
+    its first part on, which is `cleared`. After the last part, the reader is in sync.
     """
 
     instance_id: Number
-    number: Number  # 0 for the worker's first update; a gap means that one was lost
+    number: Number  # 0 for the worker's first update; a gap means that an update was lost
     block_tokens: Count = 0  # tokens in each block; 0: no block was stored yet
     cleared: bool = False
     removed: bytes = b""  # prefix hashes of 64 bits, little endian; a reader may not know some
-    stored: bytes = b""
-    snapshot: Count = 0  # 0: changes. n: part of a snapshot, which n - 1 more parts follow
+    stored: bytes = b""  # prefix hashes in the same form
+    # 0: the update has changes. Otherwise it is a part of a snapshot, and the number counts the
+    # parts that are left, including this part.
+    snapshot: Count = 0
 
 
 def kv_events_subject(namespace: str) -> str:
@@ -97,9 +103,9 @@ def kv_events_subject(namespace: str) -> str:
 
 
 def root_hash(cache_salt: str | None) -> int:
-    """Return the hash that a prompt's first block continues.
+    """Return the hash that takes the place of a parent for the first block of a prompt.
 
-    Each salt has its own, so that tenants never match.
+    Each salt has another hash, so that the blocks of different tenants never match.
     """
     if not cache_salt:
         return 0
@@ -108,10 +114,10 @@ def root_hash(cache_salt: str | None) -> int:
 
 
 def prefix_hashes(ids: TokenIds, block_tokens: int, parent: int) -> list[int]:
-    """Return the hash of each full block and of all tokens before it, of 64 bits.
+    """Return a hash of 64 bits for each full block. It also depends on all tokens before the block.
 
-    Two prompts with equal hashes are treated as equal. This only decides where a request runs:
-    engines find KV by their own keys.
+    Two prompts with equal hashes are treated as equal. If they differ, only the choice of a worker
+    is wrong, because engines find KV by their own keys.
 
     Args:
         ids: tokens that follow `parent`.
@@ -122,7 +128,7 @@ def prefix_hashes(ids: TokenIds, block_tokens: int, parent: int) -> list[int]:
     hashes: list[int] = []
     for begin in range(0, len(data) - block_bytes + 1, block_bytes):
         block = data[begin : begin + block_bytes]
-        # The hash of the blocks before is the seed.
+        # The hash of the block before is the seed.
         parent = xxh3_64_intdigest(block, parent)
         hashes.append(parent)
     return hashes
@@ -134,7 +140,11 @@ def pack_hashes(hashes: Iterable[int]) -> bytes:
 
 
 def unpack_hashes(data: bytes) -> list[int]:
-    """Return the prefix hashes that `pack_hashes` packed. Raises ValueError for incomplete ones."""
+    """Return the prefix hashes that `pack_hashes` packed.
+
+    Raises:
+        ValueError: the last hash is incomplete.
+    """
     return array("Q", data).tolist()
 
 
@@ -142,20 +152,21 @@ class _KnownBlock(NamedTuple):
     """One block of the prefix cache."""
 
     prefix: int  # prefix hash
-    parent: int | None  # engine's name of the block before; None: a prompt begins with it
+    parent: int | None  # the engine's name of the block before; None: a prompt begins here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvEventLimits:
-    """When a `KvEventPublisher` sends, and how much it keeps. Users can't change it; tests do."""
+    """When a `KvEventPublisher` sends, and how much it stores. Only tests change these limits."""
 
-    interval_s: float = 0.02  # between updates
-    resync_interval_s: float = 1.0  # between snapshots
-    # After the last change, an empty update shows readers whether they missed one.
+    interval_s: float = 0.02  # time between two updates
+    resync_interval_s: float = 1.0  # shortest time between two snapshots
+    # This time after the last change, an empty update is sent. Its number shows readers whether
+    # they have missed an update.
     idle_s: float = 0.5
-    heartbeat_s: float = 10.0  # between empty updates while nothing changes
-    max_removals: int = 256 << 10  # blocks whose removal is not published yet
-    max_cleared: int = 256 << 10  # blocks that were cleared and may still be there
+    heartbeat_s: float = 10.0  # time between two empty updates while nothing changes
+    max_removals: int = 256 << 10  # most blocks whose removal is not published yet
+    max_cleared: int = 256 << 10  # most blocks that were cleared and may still be in the cache
 
 
 LIMITS = KvEventLimits()
@@ -164,18 +175,20 @@ LIMITS = KvEventLimits()
 class KvEventPublisher:
     """Publishes the changes of one worker's prefix cache as prefix hashes, without waiting.
 
-    Blocks of layers with a sliding window are not published: the engine reuses a prefix only as far
-    as the layers with the largest window have it. The ranks of attention DP count as one cache. A
-    block whose parent was never stored has no prefix hash, and is skipped.
+    The engine reuses a prefix only as far as the layers with the largest attention window have it.
+    Therefore blocks of layers with a smaller window are not published. The ranks of attention DP
+    count as one cache. If the parent of a block was never stored, the block has no prefix hash, and
+    is skipped.
 
-    After lost events, all blocks are cleared. Blocks that stay in the cache, such as those of a
-    system prompt, are not stored again. When a block that follows them is stored, they are
-    published again.
+    After lost events, the engine clears all blocks. But blocks that stay in its cache, such as
+    those of a system prompt, are not reported as stored again. They are published again when a
+    block that follows them is stored.
 
     Args:
         instance_id: id of the worker.
-        publish: sends a message if that is possible at once; False: it was not accepted now.
-        limits: when to send, and how much to keep.
+        publish: sends a message if this is possible at once. It returns False if the message was
+            not accepted.
+        limits: when to send, and how much to store.
     """
 
     def __init__(
@@ -187,28 +200,29 @@ class KvEventPublisher:
         self._instance_id = instance_id
         self._publish = publish
         self._limits = limits
-        self._window = 0  # the largest one seen
+        self._window = 0  # the largest attention window so far
         self._block_tokens = 0
-        # Rank -> engine's name -> block.
+        # The blocks of the cache, by rank and by the engine's name.
         self._known: defaultdict[int, dict[int, _KnownBlock]] = defaultdict(dict)
-        # The same of blocks that were cleared.
+        # The blocks that were cleared and may still be in the cache, by rank and name.
         self._was_cleared: defaultdict[int, dict[int, _KnownBlock]] = defaultdict(dict)
-        self._copies: dict[int, int] = {}  # prefix hash -> how often it is in `_known`
-        # Prefix hash -> True: stored, False: removed. Since the last update.
+        self._copies: dict[int, int] = {}  # how many blocks of `_known` have a hash, by hash
+        # The changes since the last update, by prefix hash. True: stored. False: removed.
         self._changes: dict[int, bool] = {}
         self._cleared = False  # all blocks were cleared before `_changes`
         self._is_resync_due = False
-        self._resync_at = 0.0  # earliest time of the next snapshot, by the event loop's clock
+        # The times are those of the event loop.
+        self._resync_at = 0.0  # earliest time of the next snapshot
         self._unsent: deque[bytes] = deque()
         self._next_number = 0
         self._idle_at = 0.0  # time of the next empty update if nothing changes until then
         self._timer: asyncio.Handle | None = None
-        self._due_at = 0.0  # time of the timer
+        self._due_at = 0.0  # time at which the timer ends
         self._is_closed = False
-        self.num_skipped = 0  # blocks
+        self.num_skipped = 0  # number of blocks that could not be published
 
     def on_events(self, events: Iterable[KvEvent]) -> None:
-        """Publish changes soon. While they can't be sent, only their net effect is stored."""
+        """Publish changes soon. Until they can be sent, only their total effect is stored."""
         for event in events:
             match event:
                 case BlocksStored():
@@ -218,7 +232,7 @@ class KvEventPublisher:
                 case BlocksCleared():
                     self._on_cleared(event)
         if len(self._changes) > len(self._copies) + self._limits.max_removals:
-            # An update that clears all blocks, and stores those that are there, is smaller.
+            # It takes less space to clear all blocks and store those that are in the cache.
             self._changes = dict.fromkeys(self._copies, True)
             self._cleared = True
         self._flush_at(asyncio.get_running_loop().time() + self._limits.interval_s)
@@ -246,7 +260,7 @@ class KvEventPublisher:
         rank = event.dp_rank
         parent = event.parent
         prefix = root_hash(event.cache_salt) if parent is None else self._prefix_of(rank, parent)
-        # The first block sets the size of all.
+        # All blocks must have the size of the first block that was ever stored.
         if not self._block_tokens:
             self._block_tokens = len(event.blocks[0].token_ids)
         for index, block in enumerate(event.blocks):
@@ -267,13 +281,14 @@ class KvEventPublisher:
         self.num_skipped += num_blocks
 
     def _prefix_of(self, rank: int, name: int) -> int | None:
-        """Return the prefix hash of a block that another one follows.
+        """Return the prefix hash of the parent of a block. None: the parent was never stored.
 
-        None: it was never stored.
+        If the parent was cleared, it is still in the cache, because the engine has just stored a
+        block behind it. Then it is added again, with the cleared blocks before it.
         """
         known = self._known[rank]
         was_cleared = self._was_cleared[rank]
-        # The blocks that were cleared, from this one back to the start of the prompt.
+        # The cleared blocks, from this one back towards the start of the prompt.
         chain: list[tuple[int, _KnownBlock]] = []
         ancestor: int | None = name
         while ancestor is not None and ancestor not in known:
@@ -302,16 +317,16 @@ class KvEventPublisher:
     def _note_window(self, window: int) -> bool:
         """Return whether blocks of layers with this window are published.
 
-        They are published if no larger window was noted. A window that is larger than all before
-        clears the blocks of smaller windows.
+        They are published if no block with a larger window has come yet. When a larger window comes
+        for the first time, the blocks with smaller windows are cleared.
         """
-        # 0 stands for blocks that all layers share.
+        # 0: all layers share the blocks.
         if window == 0:
             window = sys.maxsize
         if window > self._window:
             if self._known:
                 self._clear()
-            # The blocks that were cleared are of other layers.
+            # The cleared blocks belong to other layers, so they are never published again.
             self._was_cleared.clear()
             self._window = window
         return window == self._window
@@ -333,7 +348,7 @@ class KvEventPublisher:
             self._remove(block.prefix)
 
     def _note_cleared(self, rank: int) -> None:
-        """Remember the blocks of a rank: after lost events, some of them may still be there."""
+        """Remember the blocks of a rank. After lost events, some may still be in the cache."""
         was_cleared = self._was_cleared[rank]
         was_cleared.update(self._known[rank])
         num_too_many = max(0, len(was_cleared) - self._limits.max_cleared)
@@ -357,7 +372,7 @@ class KvEventPublisher:
             if self._due_at <= time_s:
                 return
             self._timer.cancel()
-        # The time is stored here, because not every timer has it: for less than 0.5 ms, uvloop
+        # The time is stored here, because some timers do not have it: for less than 0.5 ms, uvloop
         # returns a handle without `when`.
         self._due_at = time_s
         self._timer = asyncio.get_running_loop().call_at(time_s, self._flush)
@@ -376,10 +391,10 @@ class KvEventPublisher:
         self._flush_at(next_at)
 
     def _encode_pending(self, now: float) -> bool:
-        """Encode the changes, then the snapshot if one is due.
+        """Encode the changes, and then a snapshot if it is due.
 
-        If nothing has changed for some time, encode an empty update, whose number shows readers
-        whether they missed one. Return True if there is an update to send.
+        If nothing has changed for some time, encode an empty update. Its number shows readers
+        whether they have missed an update. Return True if there is an update to send.
         """
         self._encode_changes()
         if self._is_resync_due and now >= self._resync_at:
@@ -397,7 +412,7 @@ class KvEventPublisher:
         changes = iter(self._changes.items())
         while True:
             part = list(islice(changes, MAX_UPDATE_BLOCKS))
-            # Without changes, an update still says that all was cleared.
+            # An update without changes may still be needed to say that all blocks were cleared.
             if not part and not self._cleared:
                 break
             removed = pack_hashes(prefix for prefix, is_stored in part if not is_stored)
@@ -407,7 +422,7 @@ class KvEventPublisher:
         self._changes.clear()
 
     def _encode_snapshot(self) -> None:
-        # The snapshot of an empty cache has one part, too.
+        # Even the snapshot of an empty cache has one part.
         num_parts = max(1, math.ceil(len(self._copies) / MAX_UPDATE_BLOCKS))
         prefixes = iter(self._copies)
         for parts_left in range(num_parts, 0, -1):

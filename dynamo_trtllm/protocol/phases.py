@@ -79,9 +79,10 @@ def divide(
 ) -> PhaseSeconds:
     """Return how long the spans took until `end_s`, divided into phases that the workers report.
 
-    A worker reports its own durations, and no clocks are compared: the rest of a call is `send`,
-    the way to the worker and back. A call without a report stays one phase. `prefill` and `decode`
-    are what the workers of the last attempt have reported; an aggregated one is in `decode`.
+    A worker reports its own durations, so no clocks are compared. The rest of a call is the phase
+    `send`, the way to the worker and back. A call without a report stays one phase. `prefill` and
+    `decode` are the reports of the workers of the last attempt. The report of an aggregated worker
+    is in `decode`.
     """
     phases: PhaseSeconds = {}
     has_migrated = "migration" in [span.phase for span in spans]
@@ -94,8 +95,8 @@ def divide(
         end_s = span.begin_s
         if not has_migrated:
             if rest == "prefill":
-                # A prefill call has its statistics when it ends. Those of the last attempt may be
-                # of another call.
+                # The span of a prefill call gets its statistics at the end of the call. `prefill`
+                # may be the report of another call.
                 stats = stats or prefill
             elif rest == "first_token":
                 stats = decode or stats
@@ -110,7 +111,7 @@ def divide(
             )
             rest = "send"
         for phase, seconds in reported:
-            # `seconds > 0` is false if it is not a number. A name with a dot is a part of a phase.
+            # `seconds > 0` is false for NaN. A name with a dot is a part of another phase.
             if seconds > 0 and left_s > 0 and "." not in phase:
                 part_s = seconds if seconds < left_s else left_s
                 left_s -= part_s
@@ -123,7 +124,7 @@ def divide(
 
 
 class CallPhases:
-    """The phases of one call inside an engine. Each begins when the one before ends.
+    """The phases of one call inside an engine. Each phase begins when the phase before ends.
 
     Args:
         kv_params: the KV transfer parameters of a decode call.
@@ -163,8 +164,8 @@ class CallPhases:
 class QueueWaits:
     """How long the first request of an engine's queue has waited for each resource.
 
-    All others wait with it. A request reads the times when it is queued. When it leaves the queue,
-    `since` returns by how much they have grown.
+    All other requests wait with the first one. A request reads the times when it is queued. When it
+    leaves the queue, `since` returns by how much the times have grown.
 
     Args:
         clock: returns seconds of a monotonic clock.
@@ -177,7 +178,10 @@ class QueueWaits:
         self._since_s = 0.0
 
     def waiting_for(self, resource: str) -> None:
-        """Note what the first request waits for from now on. "": nothing, or the queue is empty."""
+        """Note for what the first request waits from now on.
+
+        "": it waits for nothing, or the queue is empty.
+        """
         if resource == self._resource:
             return
         self._close()

@@ -1,9 +1,7 @@
-"""Define the protocol by which the output of a request passes from hop to hop, and adapt it to
-async generators.
+"""Define how the output of a request passes from engine to client, and adapt it to generators.
 
-Engines and the worker service implement `Generator`. A token takes the same path whether it is the
-first, a middle one or the last: the hop that has it calls `on_event` of the next one, on the event
-loop.
+Engines and the worker service implement `Generator`. Each part of the program that has a token
+calls `on_event` of the next part, on the event loop. All tokens of a stream take this path.
 """
 
 from __future__ import annotations
@@ -27,7 +25,8 @@ log = logging.getLogger(__name__)
 StreamEvent: TypeAlias = Chunk | DynamoError
 """A chunk, or the error that ended the stream.
 
-An error or a chunk with `finish_reason` is terminal.
+An error is the last event of its stream, and so is a chunk with `finish_reason`. Such an event is
+called terminal.
 """
 
 OnEvent: TypeAlias = Callable[[StreamEvent], None]
@@ -40,17 +39,18 @@ It must not block and must not raise.
 OnChunk: TypeAlias = Callable[[Chunk], bool]
 """A callback that receives the chunks of one stream.
 
-It returns False to end the stream before its last chunk.
+If the callback returns False, the stream ends before its last chunk.
 """
 
 
 class TokenChunks(dict[int, Chunk]):
-    """The chunk of each token, made at its first use.
+    """The chunks that have one token and nothing else, by the id of the token.
 
-    Streams share them, so their ids must not change.
+    A chunk is made when it is first needed. Streams share the chunks, so a chunk must not be
+    changed.
 
     Args:
-        max_chunks: how many are kept. As many as the default take 6.5 MB.
+        max_chunks: most chunks that are kept. With the default, they take 6.5 MB.
     """
 
     def __init__(self, max_chunks: int = 32_768) -> None:
@@ -72,22 +72,24 @@ class StreamHandle(Protocol):
     def cancel(self) -> None:
         """End the stream and free what its source holds for it. No event follows. Idempotent.
 
-        After the end of a prefill call this aborts the KV transfer that its last chunk offered, if
-        it is pending.
+        If a prefill call has already ended, this aborts the KV transfer that its last chunk has
+        offered, unless the transfer has ended, too.
         """
 
     def stop(self) -> bool:
         """Ask the source to end the stream soon.
 
-        Its terminal event follows: an error, or the chunk that offers the KV computed by then.
+        The terminal event of the stream follows. It is an error, or a chunk that offers the KV that
+        was computed by then.
 
-        Return False if the source can't do this, or need not do it because `cancel` frees its KV.
-        The caller then calls `cancel`.
+        Returns:
+            False if the source can't do this, or need not do it because `cancel` also frees the KV.
+            Then the caller has to call `cancel`.
         """
 
     @property
     def holds_kv(self) -> bool:
-        """True from the end of a prefill call until its KV was fetched or aborted, or has
+        """True from the end of a prefill call until its KV transfer was fetched, aborted or
         expired.
         """
 
@@ -108,23 +110,23 @@ class Generator(Protocol):
     def generate(self, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
         """Start a stream. Pass any number of chunks to `on_event`, then exactly one terminal event.
 
-        The first event comes after this has returned, so the caller always has the handle. Rejected
-        requests end with an error event, too: this raises only for a bug.
+        The first event comes after this call has returned, so the caller has the handle by then. A
+        rejected request also ends with an error event. This call raises only if there is a bug.
         """
 
 
 async def run_stream(start: Callable[[OnEvent], StreamHandle], on_chunk: OnChunk) -> None:
-    """Start a stream and wait for its end. Cancelling this cancels the stream.
+    """Start a stream and wait for its end. Cancelling this call cancels the stream.
 
     Args:
         start: starts the stream and returns its handle.
-        on_chunk: receives its chunks, within the call that has them.
+        on_chunk: receives the chunks of the stream.
 
     Raises:
         DynamoError: the error that ended the stream.
         Exception: an exception of `on_chunk`, which cancels the stream.
     """
-    # True: the stream has ended with its last chunk. False: `on_chunk` wants no more of it.
+    # True: the stream has ended with its last chunk. False: `on_chunk` wants no more chunks.
     future: asyncio.Future[bool] | None = asyncio.get_running_loop().create_future()
 
     def on_event(event: StreamEvent) -> None:
@@ -153,21 +155,21 @@ async def run_stream(start: Callable[[OnEvent], StreamHandle], on_chunk: OnChunk
         has_last_chunk = await future
     finally:
         if not has_last_chunk:
-            # Nothing happens if the stream has ended in an error.
+            # This has no effect if the stream has ended with an error.
             handle.cancel()
-        # The error of the future refers to this frame. With a reference to the future, the frame
-        # would be part of a cycle that keeps the request in memory.
+        # The error of the future refers to this frame, by its traceback. If the frame still
+        # referred to the future, this cycle would keep the request in memory.
         future = None
 
 
 async def as_stream(generator: Generator, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
     """Yield the chunks of a stream and raise its error.
 
-    Consume with `aclosing`: closing cancels the stream.
-
-    For programs that embed an engine, and for tests.
+    Consume the generator with `aclosing`, because closing it cancels the stream. This function is
+    for programs that embed an engine, and for tests.
     """
-    events: asyncio.Queue[StreamEvent] = asyncio.Queue()  # bounded by the request's tokens
+    # The queue has no limit, but a request has a limited number of tokens.
+    events: asyncio.Queue[StreamEvent] = asyncio.Queue()
     handle = generator.generate(request, events.put_nowait)
     has_ended = False
     try:
@@ -177,8 +179,8 @@ async def as_stream(generator: Generator, request: GenerateRequest) -> AsyncGene
                 try:
                     raise event
                 finally:
-                    # The traceback of the error refers to this frame. With a reference to the
-                    # error, the frame would be part of a cycle that keeps the request in memory.
+                    # The traceback of the error refers to this frame. If the frame still referred
+                    # to the error, this cycle would keep the request in memory.
                     del event
             has_ended = event.finish_reason is not None
             yield event
@@ -190,7 +192,7 @@ async def as_stream(generator: Generator, request: GenerateRequest) -> AsyncGene
 def unexpected_error(exc: Exception, stream: str) -> DynamoError:
     """Log an exception that is a bug, and return the error that ends its stream.
 
-    `stream`: its name, for the log.
+    `stream` is the name of the stream, for the log.
     """
     if isinstance(exc, MemoryError):
         log.error("request failed: %s: out of memory", stream)  # a traceback would take more memory
@@ -206,7 +208,7 @@ def unexpected_error(exc: Exception, stream: str) -> DynamoError:
 
 
 class Stream:
-    """The common part of stream handles: passes events on until the terminal one or `cancel`.
+    """The common part of stream handles: pass events on until the terminal event or `cancel`.
 
     Args:
         on_event: receives the events.
@@ -227,7 +229,7 @@ class Stream:
     def emit(self, event: StreamEvent) -> None:
         """Pass an event on.
 
-        Events after the end are dropped; KV that such an event offers is freed.
+        An event after the end is dropped. If such an event offers KV, the KV is freed.
         """
         on_event = self._on_event
         if on_event is None:
@@ -279,18 +281,19 @@ class Stream:
     def _close(self, last: StreamEvent | None) -> None:
         """Free what the stream holds.
 
-        Called once, before the terminal event `last` is passed on; None: cancelled.
+        Called once, before the terminal event `last` is passed on. None: the stream was cancelled.
         """
 
 
 class TaskStream(Stream):
-    """A stream that runs some of its work, such as the fetch of its KV, as a task: one task at a
-    time.
+    """A stream that does a part of its work in a task, such as the fetch of its KV.
+
+    A stream has at most one task at a time.
 
     Args:
         on_event: receives the events.
-        tasks: the running tasks of the owner, which awaits them when it shuts down.
-        kv_holder: as for `Stream`.
+        tasks: the running tasks of the owner. The owner awaits them when it shuts down.
+        kv_holder: see `Stream`.
     """
 
     __slots__ = ("_context", "_task", "_tasks", "_work")
@@ -299,16 +302,17 @@ class TaskStream(Stream):
         self, on_event: OnEvent, tasks: set[asyncio.Task[None]], kv_holder: KvHolder | None = None
     ) -> None:
         super().__init__(on_event, kv_holder)
-        # Log lines have the ids of this context. An engine's step runs in another context.
+        # Log lines of the task take the id of the request from this context. `run` may be called in
+        # a step of the engine, which runs in another context.
         self._context = contextvars.copy_context()
         self._tasks = tasks
         self._task: asyncio.Task[None] | None = None
         self._work: Coroutine[Any, Any, StreamEvent | None] | None = None
 
     def run(self, work: Coroutine[Any, Any, StreamEvent | None], name: str) -> None:
-        """Await `work` in a task and emit what it returns; its error ends the stream.
+        """Await `work` in a task, and emit the event that it returns.
 
-        A cancel cancels the task.
+        An error of `work` ends the stream. Cancelling the stream cancels the task.
         """
         self._work = work
         task = asyncio.get_running_loop().create_task(
@@ -329,7 +333,7 @@ class TaskStream(Stream):
         except Exception as exc:  # noqa: BLE001 - logged, and the caller gets InternalError
             task = asyncio.current_task()
             event = unexpected_error(exc, task.get_name() if task else "-")
-        # The end of the stream would cancel `self._task`, but the work of this task is done.
+        # This task has done its work, so the end of the stream must not cancel it.
         self._task = None
         try:
             # If the stream was cancelled while the work ended, `_close` has left `_free` to this
@@ -339,8 +343,8 @@ class TaskStream(Stream):
             if event is not None:
                 self.emit(event)
         finally:
-            # The traceback of an error refers to this frame. With a reference to the error, the
-            # frame would be part of a cycle that keeps the request in memory.
+            # The traceback of an error refers to this frame. If the frame still referred to the
+            # error, this cycle would keep the request in memory.
             event = None
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
@@ -348,7 +352,7 @@ class TaskStream(Stream):
         self._tasks.discard(task)
         if self._task is not task:
             return
-        # The task was cancelled: otherwise, `_await_work` has set `_task` to None.
+        # `_await_work` has not set `_task` to None, so the task was cancelled.
         self._task = None
         if self._work is not None:
             # The task was cancelled before it began the work.
@@ -366,8 +370,8 @@ class TaskStream(Stream):
         if self._task is None:
             self._free()
         else:
-            # `_free` follows when the task has ended: until then, it may write to the memory.
+            # `_free` follows when the task has ended. Until then, the task may write to the memory.
             self._task.cancel()
 
     def _free(self) -> None:
-        """Free what the stream holds. Called once; no task of the stream runs."""
+        """Free what the stream holds. Called once, when no task of the stream is running."""

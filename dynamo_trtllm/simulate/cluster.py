@@ -1,9 +1,10 @@
-"""A frontend and its workers in virtual time: the real code, but no HTTP, text or network.
+"""Simulate a frontend and its workers in virtual time.
 
-A request passes the queue of the frontend, the selection of workers, the request flow, the limits
-of the workers, and the scheduler of the mock engine, as when it is served. The frontend's work
-takes a fixed time. Only workers of the mock engine can be simulated: `constants` has mock arguments
-for other engines.
+The code is the real one, but without HTTP, text and network. As in a real deployment, a request
+passes the queue of the frontend, the selection of workers, the request flow, the limits of the
+workers, and the scheduler of the mock engine. The work of the frontend takes a fixed time. Only
+workers of the mock engine can be simulated. `constants` has arguments with which the mock engine
+takes the time of another engine.
 """
 
 from __future__ import annotations
@@ -69,19 +70,20 @@ from dynamo_trtllm.worker.health import broadcast_load
 from dynamo_trtllm.worker.service import WorkerService
 from dynamo_trtllm.worker.timing import TIMING
 
-# An event for each token would take most of the time of a simulation.
+# So many tokens come in one event. With one token per event, the events would take most of the time
+# of a simulation.
 _TOKENS_PER_EVENT: Final = 32
 _CLIENT: Final = Client("simulated")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedDeployment:
-    """What is simulated."""
+    """A deployment to be simulated."""
 
     frontend: FrontendConfig
-    workers: Sequence[WorkerConfig]  # of the mock engine
-    num_gpus: int  # of all workers; without GPUs, the number of workers
-    # What a request takes outside the engines: HTTP, tokenization and messages.
+    workers: Sequence[WorkerConfig]  # workers of the mock engine
+    num_gpus: int  # number of GPUs of all workers; a worker without GPUs counts as one
+    # The time that a request takes outside the engines: for HTTP, tokenization and messages.
     frontend_s: float = 0.0
     # The limits of a planner. None: there is no planner, so the shares of elastic workers stay.
     planner: TimeLimits | None = None
@@ -93,9 +95,9 @@ def simulate(
     """Run requests on a deployment in virtual time. Equal arguments give equal outcomes.
 
     Args:
-        deployment: what is simulated.
+        deployment: the deployment.
         arrivals: the requests, in order.
-        seed: of all random choices of the frontend and of the noise of steps.
+        seed: the seed of all random choices of the frontend, and of the noise of steps.
 
     Raises:
         ConfigError: a request does not fit into the context, or the last one comes too late.
@@ -111,7 +113,7 @@ def simulate_closed_loop(
     seed: int = 1,
     least_part: float = 1.0,
 ) -> Outcome:
-    """Run requests of one shape. At any time, `concurrency` of them run.
+    """Run requests of one shape, of which `concurrency` run at any time.
 
     The other arguments and the errors are those of `simulate` and `varied_arrivals`.
     """
@@ -142,12 +144,12 @@ class SimulatedCluster:
     """The processes of a deployment, in the running `VirtualTimeLoop`.
 
     Args:
-        deployment: what is simulated.
+        deployment: the deployment.
         seed: see `simulate`.
     """
 
     def __init__(self, deployment: SimulatedDeployment, seed: int) -> None:
-        # All pairs work, so none has to be probed before it gets requests.
+        # All pairs of workers work, so no pair has to be probed before it gets requests.
         config = deployment.frontend.model_copy(update={"probe_interval_s": 0.0})
         self._deployment = deployment
         self._seed = seed
@@ -169,8 +171,8 @@ class SimulatedCluster:
         self._model = deployment.workers[0].model_name
         # The KV transfers of all workers, see `MemoryBackend`.
         self._published: dict[str, tuple[MemoryBackend, Sequence[MemoryRegion]]] = {}
-        self._numbers = itertools.count(1)  # of requests
-        self.context_tokens = 0  # known after `start`
+        self._numbers = itertools.count(1)  # numbers of requests
+        self.context_tokens = 0  # longest context of a request; set by `start`
         self.num_share_changes = 0
 
     async def start(self) -> None:
@@ -182,7 +184,7 @@ class SimulatedCluster:
             await self._start_worker(number, config)
         if self._deployment.planner is not None:
             self._in_background(self._plan(self._deployment.planner), "planner")
-        # Let the background work see all workers.
+        # Let the background work run once, so that it knows all workers.
         await asyncio.sleep(0.0)
         contexts = [instance.card.context_length for instance in self._view.instances()]
         self.context_tokens = min(contexts)
@@ -190,7 +192,8 @@ class SimulatedCluster:
     async def run(self, arrivals: Sequence[Arrival]) -> list[SimulatedRequest]:
         """Send all requests, and return them when they have ended."""
         now = self._clocks.monotonic
-        # `at_s` counts from this time, so that the first request comes now.
+        # The times of the arrivals count from this time. It is chosen so that the first request
+        # comes now.
         zero_s = now() - arrivals[0].at_s
         requests: list[SimulatedRequest] = []
         async with asyncio.TaskGroup() as group:
@@ -217,7 +220,7 @@ class SimulatedCluster:
                 await self._serve(arrival, request)
 
         async with asyncio.TaskGroup() as group:
-            # A task beyond the number of requests would find nothing to send.
+            # With fewer requests than `concurrency`, one task for each request is enough.
             for _ in range(min(concurrency, len(arrivals))):
                 group.create_task(send())
         return requests
@@ -229,7 +232,7 @@ class SimulatedCluster:
         )
 
     async def aclose(self) -> None:
-        """End everything."""
+        """Stop all workers and the background work."""
         await self._router.aclose()
         await self._stack.aclose()
 
@@ -266,7 +269,7 @@ class SimulatedCluster:
         )
         self._plane.client.add(service)
         if self._router.placement is not None or self._deployment.planner is not None:
-            # The arguments of the mock engine say what a real worker learns.
+            # A real worker learns its cost model. Here, the arguments of the mock engine give it.
             cost = CostFit(info.cost_prior).model
 
             def load() -> LoadReport:
@@ -298,8 +301,8 @@ class SimulatedCluster:
                     self.num_share_changes += 1
                     shares |= changes
                     self._view.set_shares(dict(shares))
-                # A planner decides by reports of frontends that are up to a second old. So the
-                # usage of now counts at the next decision.
+                # A real planner decides by reports of frontends that are up to a second old. So the
+                # present usage is reported after the decision, and counts at the next one.
                 usage = model_usage(self._windows.window(self._model), self._limiter)
                 observer.on_usage(
                     FrontendUsage(process=1, frontend=1, models={self._model: usage}, keys={}),
@@ -327,7 +330,7 @@ class SimulatedCluster:
         )
 
         def more_tokens() -> int:
-            # The claim counts the whole prompt, so cached tokens are taken off.
+            # The claim includes the whole prompt, so cached tokens are subtracted.
             return OUTPUT_COST * request.output_tokens - request.cached_tokens
 
         try:

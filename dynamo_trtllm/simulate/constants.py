@@ -1,6 +1,7 @@
 """Constants of models on GPUs: arguments with which the mock engine takes the same time.
 
-`constants.yaml` has those of the package, each with its source. There is no guess for others.
+`constants.yaml` has the constants of the package, each with its source. For other models and GPUs,
+there are no constants.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ _PACKAGED: Final = Path(__file__).parent / "constants.yaml"
 
 
 class Errors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How far simulations were off on measured loads that were not fitted.
+    """The errors of simulations on measured loads to which the constants were not fitted.
 
-    Each is the median of the absolute errors of p50, as a fraction: 0.1 means 10 %.
+    Each number is the median of the absolute errors of p50, as a fraction: 0.1 means 10 %.
     """
 
     ttft: float
@@ -42,8 +43,8 @@ class Constants(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     fitted: str  # the measured loads to which the constants were fitted
     mock: dict[str, Any]  # engine arguments of the mock engine
     gpus_per_worker: int = 1
-    frontend_ms: float = 0.0  # what a request takes outside of engines
-    errors: Errors | None = None  # None: not compared with measurements
+    frontend_ms: float = 0.0  # time that a request takes outside of engines
+    errors: Errors | None = None  # None: the simulation was not compared with measurements
 
     def is_of(
         self,

@@ -1,4 +1,4 @@
-"""Turn a deployment file into what is simulated."""
+"""Turn the content of a deployment file into a deployment to be simulated."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dynamo_trtllm.simulate.cluster import SimulatedDeployment
 from dynamo_trtllm.simulate.constants import Constants, find_constants
 
 _MOCK: Final = "mock"
-# The mock engine's argument for each argument of vLLM or TensorRT-LLM that means the same.
+# For arguments of vLLM and TensorRT-LLM, the argument of the mock engine with the same meaning.
 _MOCK_ARGUMENTS: Final[Mapping[str, str]] = {
     "block_size": "kv_block_size",
     "max_num_batched_tokens": "prefill_tokens_per_step",
@@ -27,7 +27,7 @@ _MOCK_ARGUMENTS: Final[Mapping[str, str]] = {
     "max_seq_len": "max_seq_len",
     "enable_prefix_caching": "enable_prefix_caching",
 }
-# The mock engine's argument for each flag of a worker that means the same.
+# For flags of a worker, the argument of the mock engine with the same meaning.
 _MOCK_ARGUMENTS_OF_FLAGS: Final[Mapping[str, str]] = {
     "kv_block_size": "kv_block_size",
     "max_num_tokens": "prefill_tokens_per_step",
@@ -42,16 +42,18 @@ def simulated_deployment(
     gpu: str | None,
     frontend_s: float | None = None,
 ) -> SimulatedDeployment:
-    """Return what is simulated for a deployment.
+    """Return a deployment to be simulated.
 
     Args:
-        deployment: the deployment.
+        deployment: the content of the deployment file.
         known: constants of engines other than mock.
-        gpu: the GPU model of their workers.
-        frontend_s: seconds that a request takes outside of engines. None: those of the constants.
+        gpu: the GPU model of the workers with these engines.
+        frontend_s: the time that a request takes outside of engines. None: the time in the
+            constants.
 
     Raises:
-        ConfigError: there is no frontend or are no constants, or a setting is wrong.
+        ConfigError: the deployment has no frontend, there are no constants for it, or a setting is
+            wrong.
     """
     if deployment.frontend is None:
         raise ConfigError("the deployment has no frontend, which the simulation needs")
@@ -62,7 +64,8 @@ def simulated_deployment(
     for spec in deployment.workers:
         config = _configured(WorkerConfig, _worker_flags(spec, common))
         if config.engine != _MOCK:
-            # A folder may have any name, so the name that clients send counts if there is one.
+            # The constants are found by the name of the model. A folder may have any name, so the
+            # name that clients send is used if there is one.
             model = config.served_model_name or config.model_path
             size = _gpus_per_worker(spec, config)
             constants = find_constants(known, model, str(config.engine), gpu, gpus_per_worker=size)
@@ -88,7 +91,7 @@ def simulated_deployment(
 def as_mock(config: WorkerConfig, constants: Constants) -> WorkerConfig:
     """Return the settings of a mock worker that takes the time of another engine.
 
-    The limits that the other engine's arguments set are those of the mock engine, too.
+    The arguments of the other engine that set limits also hold for the mock engine.
     """
     arguments = dict(constants.mock)
     # Later sources override earlier ones, as in a worker.
@@ -120,11 +123,11 @@ def _translated(given: Mapping[str, Any], mock_names: Mapping[str, str]) -> dict
 
 
 def _rescale_blocks(arguments: dict[str, Any], constants: Constants) -> None:
-    """Let the KV pool have as many tokens as that of the constants, with blocks of another size."""
+    """If blocks have another size than in the constants, keep the number of tokens of the pool."""
     old_size = constants.mock.get("kv_block_size")
     num_blocks = constants.mock.get("kv_cache_blocks")
     new_size = arguments.get("kv_block_size")
-    # The mock engine rejects a size that is no positive number.
+    # A size that is not a positive number is left as it is, because the mock engine rejects it.
     if old_size and num_blocks and isinstance(new_size, int) and new_size > 0:
         num_tokens = num_blocks * old_size
         if new_size > num_tokens:
@@ -147,5 +150,5 @@ def _gpus_per_worker(spec: WorkerSpec, config: WorkerConfig) -> int:
 
 
 def _configured(model: Any, flags: Mapping[str, Any]) -> Any:
-    """Return settings as a process of the deployment has them, without its environment."""
+    """Return the settings of a process of the deployment. Environment variables are ignored."""
     return load(model, prog="simulate", argv=to_argv(model, flags), environ={})

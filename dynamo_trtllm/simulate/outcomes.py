@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 QUANTILES: Final = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
-# The workers are saturated if requests of the second half wait this many times as long for their
-# first token as those of the first half, and at least this much longer.
+# The workers are saturated if the requests of the second half wait much longer for their first
+# token than those of the first half: by more than this factor, and by more than this time.
 _SATURATED_RATIO: Final = 2.0
 _SATURATED_S: Final = 1.0
 
@@ -29,9 +29,9 @@ class SimulatedRequest:
     cached_tokens: int = 0
     error: str = ""  # code of the error with which the request has failed
     wanted_tokens: int = 0  # output tokens of the complete answer
-    begun_s: float = math.inf  # when it left the queue of the frontend
-    computed_s: float = math.inf  # when a pair had computed its prompt
-    path: str = ""  # the path, if it was chosen by predicted times; otherwise ""
+    begun_s: float = math.inf  # when the request left the queue of the frontend
+    computed_s: float = math.inf  # when a pair had computed the prompt
+    path: str = ""  # the path, if it was chosen by predicted times
 
     @property
     def is_ok(self) -> bool:
@@ -69,7 +69,7 @@ class Slo:
         )
 
     def scaled(self, ttft: float, mean_gap: float, worst_gap: float) -> Slo:
-        """Return these limits times a factor each."""
+        """Return these limits, each multiplied by a factor."""
         return Slo(
             ttft_s=self.ttft_s * ttft,
             mean_gap_s=self.mean_gap_s * mean_gap,
@@ -78,7 +78,7 @@ class Slo:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Return a quantile, one of the values; NaN without values."""
+    """Return the value at a quantile, or NaN if there are no values."""
     if not values:
         return math.nan
     ordered = sorted(values)
@@ -101,8 +101,8 @@ class Outcome:
     """All requests of one simulation.
 
     Args:
-        requests: in the order of their arrival.
-        num_gpus: GPUs of all workers.
+        requests: the requests in the order of their arrival.
+        num_gpus: number of GPUs of all workers.
         num_share_changes: how often a planner has changed shares.
     """
 

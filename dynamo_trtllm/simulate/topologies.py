@@ -1,4 +1,4 @@
-"""Compare topologies of one model under one load: which keeps the most requests within limits."""
+"""Compare how many requests the topologies of one model keep within limits under one load."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dynamo_trtllm.simulate.workload import Shape, poisson_arrivals
 
 # Multiples of the given rate at which all topologies are compared.
 RATE_FACTORS: Final = (0.25, 0.5, 1.0, 2.0)
-# A split is not worth a change if a smaller share of the requests keeps the limits.
+# A split counts as useful only if at least this share of the requests keeps the limits.
 _USEFUL_SHARE: Final = 0.5
 _WORKER_NAMES: Final = {
     Role.AGGREGATED: "worker",
@@ -69,17 +69,17 @@ class Cell:
 
     topology: WorkerCounts
     rate: float
-    is_saturated: bool  # in one of the simulations
+    is_saturated: bool  # at least one of the simulations was saturated
     ttft_p50_ms: Range
     ttft_p90_ms: Range
     tpot_p50_ms: Range
     worst_gap_p50_ms: Range
-    # By the name of a definition of goodput: share of the requests that keep its limits.
-    attainment: Mapping[str, Range]
-    # By the name of a definition of goodput: good requests per second and GPU.
-    goodput: Mapping[str, Range]
-    # `mean` is the mean of `attainment`; `low` and `high` are the shares if all times are longer or
-    # shorter by as much as the constants were off on measured loads. None: that is not known.
+    # The keys of these mappings are the names of definitions of goodput.
+    attainment: Mapping[str, Range]  # share of the requests that keep the limits
+    goodput: Mapping[str, Range]  # good requests per second and GPU
+    # The share of the requests that keep the limits, with the error of the constants. `low` is the
+    # share if all times are longer by as much as the constants were off on measured loads, and
+    # `high` if all times are shorter. None: the error of the constants is not known.
     with_errors: Mapping[str, Range] | None = None
 
 
@@ -95,8 +95,8 @@ class Comparison:
 
     Args:
         model: name or folder of the model.
-        constants: its constants.
-        gpus: GPUs of all workers.
+        constants: the constants of the model.
+        gpus: number of GPUs of all workers together.
         slos: the definitions of goodput by name.
         arguments: engine arguments of all workers, such as `kv_block_size`.
 
@@ -164,7 +164,7 @@ class Comparison:
 
         Args:
             topology: the workers.
-            folder: where `engine_files` are. None: workers have no file of engine arguments.
+            folder: the folder with the files of `engine_files`. None: workers have no such files.
         """
         flags: dict[str, Any] = {"model-path": self.model, "engine": self.constants.engine}
         size = self.constants.gpus_per_worker
@@ -215,7 +215,7 @@ class Comparison:
         return contents
 
     def mock_deployment(self, topology: WorkerCounts) -> dict[str, Any]:
-        """Return `deployment(topology)` on CPUs: mock engines take the simulated times."""
+        """Return `deployment(topology)` on CPUs, with mock engines of the simulated times."""
         data = self.deployment(topology)
         workers = self._simulated(topology).workers
         configs = {config.disaggregation_mode.value: config for config in workers}
@@ -238,15 +238,15 @@ class Comparison:
 
 
 def best(cells: Sequence[Cell], slo: str) -> Cell:
-    """Return the cell with the most goodput by a definition. Of equal ones, the first one."""
+    """Return the first cell with the most goodput by a definition."""
     return max(cells, key=lambda cell: cell.goodput[slo].mean)
 
 
 def crossover(cells: Sequence[Cell], slo: str) -> float | None:
     """Return the least rate at which a split has clearly more goodput than aggregated workers.
 
-    It is clear if the split is better in every simulation, and at least half of the requests keep
-    their limits. None: there is no such rate.
+    The split is clearly better if it is better in every simulation, and at least half of the
+    requests keep the limits. None: there is no such rate.
     """
     for rate in sorted({cell.rate for cell in cells}):
         at_rate = [cell for cell in cells if cell.rate == rate]
@@ -266,7 +266,8 @@ def _with_errors(outcomes: Sequence[Outcome], slo: Slo, errors: Errors) -> Range
     shorter by as much as the constants were off.
     """
     factors = (1 + errors.ttft, 1 + errors.mean_gap, 1 + (errors.worst_gap or 0.0))
-    # Limits are changed instead of times: longer times miss them as shorter limits are missed.
+    # The limits are changed instead of the times. Longer times have the same effect as shorter
+    # limits.
     longer_limits = slo.scaled(*factors)
     shorter_limits = slo.scaled(*(1 / factor for factor in factors))
 

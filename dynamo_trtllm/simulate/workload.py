@@ -1,8 +1,9 @@
-"""The requests of a simulation: those of a trace, or of a shape with random arrivals.
+"""The requests of a simulation: from a trace, or of one shape at random times.
 
 A trace has the format of Mooncake (https://github.com/kvcache-ai/Mooncake): a JSON object per line
-with `timestamp` (ms), `input_length` and `output_length` (tokens), and `hash_ids`, a number per
-block of 512 tokens of the prompt. Equal numbers stand for equal beginnings of prompts.
+with `timestamp` (ms), `input_length` and `output_length` (tokens), and `hash_ids`. This is a list
+with a number for each block of 512 tokens of the prompt. If two prompts have the same number for a
+block, they are equal up to the end of this block.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.messages import TokenIds, token_ids
 
 TRACE_BLOCK_TOKENS: Final = 512
-# The number of a block is written with two digits to this base, and each digit is a token id.
+# The tokens of a block come from its number: two digits to this base, each of which is a token id.
 _TOKENS: Final = 200_000
-# The blocks of a trace have lower numbers, those of a shape this number and higher ones.
+# The blocks of a shape have this number and higher numbers. Blocks of a trace have lower numbers.
 _FIRST_OF_SHAPE: Final = 1 << 31
-# Workers report and a planner decides every second of virtual time, also without requests. So a
-# simulation of this time takes about a minute.
+# The longest virtual time of a simulation. It takes about a minute, even without requests, because
+# workers report and a planner decides every second.
 _MAX_SIMULATED_S: Final = 30 * 24 * 3600.0
 
 
@@ -38,10 +39,10 @@ class Arrival(NamedTuple):
     at_s: float
     input_tokens: int
     output_tokens: int
-    blocks: tuple[int, ...]  # what the prompt consists of: a number per TRACE_BLOCK_TOKENS tokens
+    blocks: tuple[int, ...]  # the prompt: a number for each block of TRACE_BLOCK_TOKENS tokens
 
     def prompt(self) -> TokenIds:
-        """Return the tokens of the prompt: the digits of the numbers of its blocks, repeated."""
+        """Return the tokens of the prompt. A block repeats the two digits of its number."""
         ids = token_ids()
         for block in self.blocks:
             digits = array(ids.typecode, divmod(block, _TOKENS))
@@ -50,7 +51,7 @@ class Arrival(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Tokens of a prompt and of its answer."""
+    """The numbers of tokens of a prompt and of its answer."""
 
     input_tokens: int
     output_tokens: int
@@ -88,9 +89,9 @@ def poisson_arrivals(shape: Shape, rate: float, num_requests: int, seed: int) ->
     """Return requests that come independently of each other.
 
     Args:
-        shape: tokens of each request.
+        shape: the shape of each request.
         rate: requests per second.
-        num_requests: how many.
+        num_requests: number of requests.
         seed: the seed of the times.
 
     Raises:

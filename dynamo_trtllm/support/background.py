@@ -1,8 +1,7 @@
-"""Own the background tasks of a process and report when one ends; run work on a thread; wait for
-the first of several.
+"""Run background tasks and report when one ends, run work on threads, and wait for tasks.
 
-A task that serves one model or one pair of workers handles its own failures. A task started here
-serves the whole process: when it ends, `/ready` gives the reason and the process exits.
+A task of `BackgroundTasks` serves the whole process. If it ends, `/ready` gives the reason and the
+process exits. A task that serves only one model or one pair of workers handles its own failures.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ T = TypeVar("T")
 
 
 class BackgroundTasks:
-    """Tasks of one event loop.
+    """Tasks of one event loop, which must not end by themselves.
 
-    `on_failure` is called once, with the reason, when the first task ends.
+    `on_failure` is called once, with the reason, when the first task ends by itself.
     """
 
     def __init__(self, on_failure: Callable[[str], None] | None = None) -> None:
@@ -40,7 +39,7 @@ class BackgroundTasks:
     def start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Run `work` in a task and return the task.
 
-        It counts as failed if it ends before `cancel` or `release`.
+        If the task ends before `cancel` or `release`, it counts as failed.
         """
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
@@ -61,7 +60,7 @@ class BackgroundTasks:
     async def until_failed(self) -> None:
         """Raise the exception of the first failed task.
 
-        One that is not a DynamoError becomes InternalError.
+        An exception that is not a DynamoError becomes InternalError.
         """
         await self._failed.wait()
         if self.failure is not None:
@@ -102,9 +101,8 @@ async def cancel_all(tasks: Iterable[asyncio.Future[Any]]) -> list[Any]:
 async def wait_for_first(*works: Coroutine[Any, Any, Any], timeout_s: float | None = None) -> Any:
     """Return the result of the coroutine that ends first, or raise its error.
 
-    The others are cancelled.
-
-    Returns None when `timeout_s` seconds have passed.
+    The other coroutines are cancelled. After `timeout_s` seconds, all are cancelled, and the result
+    is None.
     """
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
@@ -116,14 +114,15 @@ async def wait_for_first(*works: Coroutine[Any, Any, Any], timeout_s: float | No
 
 
 MAX_THREADS: Final = min(4, os.cpu_count() or 1)
-# There are few, because each thread that tokenizes takes 32 to 110 MiB.
+# There are only few threads, because each thread that tokenizes takes 32 to 110 MiB.
 _THREADS: Final = ThreadPoolExecutor(MAX_THREADS, "in-thread")
 
 
 async def in_thread(work: Callable[..., T], *args: Any) -> T:
     """Run `work` on one of `MAX_THREADS` threads.
 
-    When cancelled, return after the work has ended: the work uses what was reserved for it.
+    If this call is cancelled, it returns only after the work has ended, because the work uses
+    resources that the caller then frees.
     """
     call = partial(contextvars.copy_context().run, work, *args)
     running = asyncio.get_running_loop().run_in_executor(_THREADS, call)
@@ -134,9 +133,9 @@ async def in_thread(work: Callable[..., T], *args: Any) -> T:
             with suppress(asyncio.CancelledError):
                 await asyncio.wait([running])
         if not running.cancelled():
-            running.exception()  # marks it as retrieved, so asyncio does not log it
+            running.exception()  # marks the error as retrieved, so asyncio does not log it
         raise
     finally:
-        # An error refers to this frame and the task to the error. Such a cycle would keep the
-        # arguments in memory.
+        # An error refers to this frame by its traceback, and `running` refers to the error. If the
+        # frame still referred to `running`, this cycle would keep the arguments in memory.
         del running, call

@@ -1,8 +1,8 @@
 """Send HTTP requests on asyncio, each on its own connection.
 
-The launcher, the command line and the export of traces use this module. A request can be cancelled
-at any step, unlike one of the standard library's client, which blocks a thread. The client follows
-no redirect, uses no proxy and keeps no cookies.
+The launcher, the command line and the export of traces use this module. Unlike with `http.client`,
+which blocks a thread, a request can be cancelled at any step. The client follows no redirect, uses
+no proxy and stores no cookies.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import httptools
 from dynamo_trtllm.support.tls import client_context, untrusted
 
 _CONNECT_TIMEOUT_S = 10.0
-# Longest wait for the next bytes: a long prompt in a long queue. Callers set shorter limits.
+# Longest wait for the next bytes. It is this long because a long prompt may wait in a long queue.
+# Callers that need shorter limits set their own.
 _SILENCE_TIMEOUT_S = 600.0
 _MAX_HEAD_BYTES = 1 << 16
 _MAX_BODY_BYTES = 1 << 16
@@ -43,14 +44,14 @@ async def request(
 
     Args:
         url: the URL of the request.
-        method: the method in upper case.
+        method: the method in upper case. HEAD is not supported.
         content: the body.
-        headers: are added to those of every request.
+        headers: headers beside those that every request has.
         max_bytes: longest body of the response.
-        tls: decides which servers are trusted. See `connect`.
+        tls: decides which https:// servers are trusted. See `connect`.
 
     Raises:
-        OSError: there is no connection, the response is not complete HTTP, or its body is longer
+        OSError: the connection fails, the response is incomplete or not HTTP, or its body is longer
             than `max_bytes`.
         ValueError: the URL is not valid.
     """
@@ -65,13 +66,16 @@ async def connect(url: str, tls: ssl.SSLContext | None = None) -> Connection:
     Args:
         url: the URL of the requests.
         tls: decides which https:// servers are trusted, and has the certificate of the client.
-            Default: that of `client_context`, without a certificate.
+            Default: the context that `client_context` returns without a certificate.
 
     Raises:
         OSError: there is no connection within 10 s.
         ValueError: the URL is not valid.
     """
     parts = urllib.parse.urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        # The URL is not in the text, because it may have a password.
+        raise ValueError("the URL has no host, or a scheme other than http and https")
     default_port = _HTTP_PORT
     context: ssl.SSLContext | None = None
     if parts.scheme == "https":
@@ -82,10 +86,12 @@ async def connect(url: str, tls: ssl.SSLContext | None = None) -> Connection:
         async with _limited(_CONNECT_TIMEOUT_S):
             reader, writer = await asyncio.open_connection(parts.hostname, port, ssl=context)
     except ssl.SSLCertVerificationError as exc:
-        host = parts.hostname or ""
-        # This is the context of a launcher, which trusts one certificate, whatever the name of the
-        # server. The advice of `untrusted` would not help.
-        if context is not None and not context.check_hostname:
+        host = parts.hostname
+        # Only the context of `own_server_context` does not check the host name. It trusts the
+        # certificate of one file. `untrusted` advises to set SSL_CERT_FILE, which has no effect on
+        # this context.
+        trusts_one_file = context is not None and not context.check_hostname
+        if trusts_one_file:
             raise ConnectionError(
                 f"the certificate of {host} is not trusted: {exc.verify_message}"
             ) from exc
@@ -99,7 +105,7 @@ def bearer(api_key: str | None) -> dict[str, str]:
 
 
 class Connection:
-    """A connection for one request. It is closed at the end of its context."""
+    """A connection for one request. The end of its `async with` block closes it."""
 
     def __init__(
         self, url: SplitResult, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -126,7 +132,7 @@ class Connection:
     ) -> Response:
         """Send a request for the connection's URL, and return the response once its head is there.
 
-        User and password of the URL are sent as HTTP Basic authentication.
+        If the URL has a user and a password, they are sent as HTTP Basic authentication.
 
         Raises:
             OSError: the connection is lost, or the response is not HTTP.
@@ -158,7 +164,7 @@ class Response:
 
     Attributes:
         status: HTTP status.
-        headers: values by names in lower case; of a name that comes twice, the last value.
+        headers: values by lower-case name. If a name comes twice, the last value counts.
     """
 
     def __init__(self, reader: asyncio.StreamReader, name: str) -> None:
@@ -197,22 +203,24 @@ class Response:
 
     async def lines(self) -> AsyncGenerator[bytes, None]:
         """Yield the lines of the body as they arrive. Raises OSError."""
-        rest = b""
+        last_line = b""  # not complete yet
         while True:
-            *complete_lines, rest = (rest + self._parsed.take_body()).split(b"\n")
+            received = last_line + self._parsed.take_body()
+            *complete_lines, last_line = received.split(b"\n")
             for line in complete_lines:
                 yield line
             if self._parsed.is_complete:
                 break
             await self._read_more()
-        if rest:
-            yield rest
+        if last_line:
+            yield last_line
 
     async def _read_more(self) -> int:
         """Read and parse the next bytes. Return their number."""
         async with _limited(_SILENCE_TIMEOUT_S):
             data = await self._reader.read(_READ_BYTES)
-        if not data and not self._parsed.ends_with_connection:
+        is_closed = not data
+        if is_closed and not self._parsed.body_ends_at_close:
             raise ConnectionError(f"{self._name} is incomplete: the server closed the connection")
         try:
             self._parsed.feed(data)
@@ -222,23 +230,24 @@ class Response:
 
 
 class _ParsedResponse:
-    """The parts of a response, which httptools reports by calls of the methods `on_...`."""
+    """The parts of a response. httptools reports each part by calling a method `on_...`."""
 
     def __init__(self) -> None:
         self.status = 0  # 0: the head is not complete
         self.headers: dict[str, str] = {}
         self.is_complete = False
-        self._has_length = False
-        self._body: list[bytes] = []
+        self._announces_end = False  # the headers say where the body ends
+        self._body: list[bytes] = []  # the parts that were not taken yet
         self._parser = httptools.HttpResponseParser(self)
 
     @property
-    def ends_with_connection(self) -> bool:
-        """Return True if the end of the connection is the end of the body."""
-        return self.status > 0 and not self._has_length
+    def body_ends_at_close(self) -> bool:
+        """Return True if the server ends the body by closing the connection."""
+        has_head = self.status > 0
+        return has_head and not self._announces_end
 
     def feed(self, data: bytes) -> None:
-        """Parse the next bytes; none at the end of the connection."""
+        """Parse the next bytes. b"": the server has closed the connection."""
         if data:
             self._parser.feed_data(data)
         else:
@@ -254,7 +263,7 @@ class _ParsedResponse:
         lower_name = name.decode("latin-1").lower()
         self.headers[lower_name] = value.decode("latin-1")
         if lower_name in ("content-length", "transfer-encoding"):
-            self._has_length = True
+            self._announces_end = True
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
@@ -268,13 +277,13 @@ class _ParsedResponse:
         self._body.append(data)
 
     def on_message_complete(self) -> None:
-        # The status is still 0 at the end of an informational response.
+        # httptools calls this for an informational response, too. The status is then still 0.
         self.is_complete = self.status > 0
 
 
 @asynccontextmanager
 async def _limited(limit_s: float) -> AsyncIterator[None]:
-    """Limit the time of a block. The error says the limit, which asyncio's does not."""
+    """Limit the time of a block. Unlike the error of asyncio, the error here names the limit."""
     try:
         async with asyncio.timeout(limit_s) as limit:
             yield

@@ -12,24 +12,24 @@ from typing import Final, Self
 
 from dynamo_trtllm.protocol.errors import Draining
 
-# `ready` waits this long for a `serve` that has not begun, such as one on a thread.
+# The longest wait of `ready` until `serve` begins. `serve` may begin later on another thread.
 _BEGIN_S: Final = 5.0
 
 
 class Lifecycle(ABC):
     """The lifecycle of a worker or frontend.
 
-    `async with` serves in a task of the running event loop: the block begins when requests are
-    accepted, and its end stops the server after the running requests. If the server fails
-    meanwhile, the block is cancelled and the error is raised at its end. A program that does not
-    use a block runs `serve()` in a task of its own and calls `ready()` and `stop()`.
+    `async with` serves in a task of the running event loop. The block begins when requests are
+    accepted. The end of the block stops the server after the running requests. If the server fails
+    before, the block is cancelled, and the error is raised at its end. A program that does not use
+    `async with` runs `serve()` in a task of its own, and calls `ready()` and `stop()`.
     """
 
     def __init__(self) -> None:
         self._stop_event = asyncio.Event()
         self._is_stopped = False  # `stop` was called
         self._is_ready = False
-        # Other threads may wait for these two.
+        # Other threads may wait for the next two events.
         self._serve_began = ThreadSafeEvent()
         self._ready_or_ended = ThreadSafeEvent()
         self._failure: BaseException | None = None
@@ -48,20 +48,20 @@ class Lifecycle(ABC):
         self._ready_or_ended.set()
 
     async def serve(self) -> None:
-        """Serve until `stop()`, then end after the running requests. Call it once.
+        """Serve until `stop()`, and end after the running requests. Call this only once.
 
-        If it is cancelled, it ends without waiting for requests.
+        If this call is cancelled, it ends without waiting for requests.
 
         Raises:
             ConfigError: a setting is invalid.
             DynamoError: a server or the engine failed.
-            RuntimeError: it was called before.
+            RuntimeError: this was called before.
         """
         self._begin()
         await self._run_once()
 
     def _begin(self) -> None:
-        """Bind this object to the running event loop. Raises RuntimeError the second time."""
+        """Bind this object to the running event loop. Raises RuntimeError at the second call."""
         with self._lock:
             if self._loop is not None:
                 raise RuntimeError(
@@ -87,8 +87,8 @@ class Lifecycle(ABC):
 
         Raises:
             DynamoError: the error with which `serve` ended.
-            Draining: it was stopped, or `serve` has ended without an error.
-            RuntimeError: nothing serves: neither `serve` nor `async with` has begun in 5 seconds.
+            Draining: `stop` was called, or `serve` has ended without an error.
+            RuntimeError: neither `serve` nor `async with` has begun within 5 seconds.
         """
         if self._is_stopped and not self._serve_began.is_set():
             raise self._stopped_error()
@@ -128,9 +128,9 @@ class Lifecycle(ABC):
         return Draining(f"the {self._kind.lower()} was stopped; create another one")
 
     def stop(self) -> None:
-        """End `serve` after the running requests. Callable from any thread; idempotent.
+        """End `serve` after the running requests. Callable from any thread. Idempotent.
 
-        Before `serve`, it makes `serve` end at once.
+        If `serve` has not begun, it will end at once.
         """
         with self._lock:
             self._is_stopped = True
@@ -177,8 +177,8 @@ class Lifecycle(ABC):
         elif isinstance(error, asyncio.CancelledError):
             self._serving.cancel()
         self.stop()
-        # This raises the error of a server that failed. A cancel from outside ends the server at
-        # once.
+        # If the server has failed, this raises its error. If this call is cancelled, the server
+        # ends at once.
         await self._serving
 
 
@@ -187,7 +187,8 @@ class ThreadSafeEvent:
 
     def __init__(self) -> None:
         self._future: Future[None] = Future()
-        # A waiter that is cancelled must not cancel the future for the others.
+        # A running future can't be cancelled. So a waiter that is cancelled does not cancel the
+        # future for the other waiters.
         self._future.set_running_or_notify_cancel()
 
     def is_set(self) -> bool:

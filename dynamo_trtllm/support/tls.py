@@ -1,4 +1,7 @@
-"""TLS: the certificate of a server, which is replaced while it serves, and what clients trust."""
+"""Make the TLS contexts of servers and clients.
+
+The certificate of a server can be replaced while the server runs.
+"""
 
 from __future__ import annotations
 
@@ -18,28 +21,31 @@ _PROTOCOL: Final = "http/1.1"  # for ALPN
 
 
 class ServerCertificate:
-    """The certificate of a server. Connections that are open keep the one that they began with."""
+    """The certificate of a server.
+
+    When the certificate is replaced, open connections keep the certificate with which they began.
+    """
 
     def __init__(self, files: TlsFiles) -> None:
         """Read the files.
 
         Raises:
-            ConfigError: a file can't be read, others may write it or read the key, or the files
-                are not a certificate and its key.
+            ConfigError: a file can't be read, the files are not a certificate and its key, or other
+                users have write access to a file or read access to the key.
         """
-        self._files = files
-        self.context: ssl.SSLContext  # of connections that begin now
-        # Counts an event: the name of a metric, and the value of its label.
+        # The context of new connections. `FileWatch` sets it below, by calling `_use`.
+        self.context: ssl.SSLContext
+        # Counts an event in a metric. The arguments are the name of the metric and its label.
         self.count: Callable[[str, str], None] = _do_nothing
         paths = [files.certificate, files.key]
         if files.client_ca is not None:
             paths.append(files.client_ca)
         self._watch = FileWatch(
-            "TLS certificate",
-            paths,
-            lambda: server_context(files),
-            self._use,
-            lambda outcome: self.count("tls_reloads_total", outcome),
+            what="TLS certificate",
+            paths=paths,
+            read=lambda: server_context(files),
+            use=self._use,
+            count=lambda outcome: self.count("tls_reloads_total", outcome),
         )
 
     async def follow_files(self) -> None:
@@ -47,7 +53,10 @@ class ServerCertificate:
         await self._watch.follow()
 
     async def reload(self) -> None:
-        """Read the files again if one of them has changed. If they are wrong, nothing changes."""
+        """Read the files again if one of them has changed.
+
+        If the new files are wrong, the former certificate stays in use.
+        """
         await self._watch.reload()
 
     def _use(self, context: ssl.SSLContext) -> None:
@@ -55,7 +64,7 @@ class ServerCertificate:
 
 
 def server_certificate(files: TlsFiles | None) -> ServerCertificate | None:
-    """Return the certificate in these files; None: the server has no TLS. Raises ConfigError."""
+    """Return the certificate in these files, or None without files. Raises ConfigError."""
     return None if files is None else ServerCertificate(files)
 
 
@@ -66,8 +75,8 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
     """Return a context for the connections of a server, with TLS 1.2 or newer.
 
     Raises:
-        ConfigError: a file can't be read, others may write it or read the key, or the files are not
-            a certificate and its key.
+        ConfigError: a file can't be read, the files are not a certificate and its key, or other
+            users have write access to a file or read access to the key.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -84,21 +93,22 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
                 " pass CA certificates in PEM form",
                 field="tls_client_ca_file",
             ) from exc
-        # Orchestrators have no certificate, and may ask for /live and /ready. The server checks
-        # the other requests.
+        # TLS does not require a certificate, because orchestrators have none and may ask for /live
+        # and /ready. For all other requests, the server checks that there is a certificate.
         context.verify_mode = ssl.CERT_OPTIONAL
     return context
 
 
 def client_context(url: str, files: ClientTlsFiles | None = None) -> ssl.SSLContext | None:
-    """Return a context for a client of the server of an https:// URL. None: it is another URL.
+    """Return a context for a client of a server, or None if the URL is not https://.
 
-    The client trusts servers whose CA the system trusts, or instead of them the CAs in the file
-    that the variable SSL_CERT_FILE names.
+    The client trusts the CAs in the file that the variable SSL_CERT_FILE names. Without the
+    variable, it trusts the CAs of the system.
 
     Args:
-        url: of the server.
-        files: the certificate that the client sends to servers that ask for one; None: it has none.
+        url: the URL of the server.
+        files: the certificate of the client, for servers that ask for one. None: the client has no
+            certificate.
 
     Raises:
         ConfigError: a file can't be used, as for `server_context`.
@@ -121,14 +131,14 @@ def untrusted(host: str, error: ssl.SSLCertVerificationError) -> ConnectionError
 def own_server_context(
     certificate: Path, client_files: ClientTlsFiles | None = None
 ) -> ssl.SSLContext:
-    """Return a context for a client of a server of this machine, whose certificate is in a file.
+    """Return a context for a client of a server on this machine.
 
-    The client trusts the certificates of this file and no others. The name of the server does not
-    matter: a launcher reaches its processes at other addresses than their clients do.
+    The client trusts only the certificates in the server's own file. The name of the server does
+    not matter: a launcher reaches its processes at other addresses than their clients do.
 
     Args:
-        certificate: the file.
-        client_files: as for `client_context`.
+        certificate: the file with the certificate of the server.
+        client_files: the certificate of the client, see `client_context`.
 
     Raises:
         OSError: the file can't be read, or has no certificate.
@@ -136,7 +146,7 @@ def own_server_context(
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
-    # The certificate itself may be trusted, without that of its CA.
+    # Trust the certificate of the server also if the file does not have the certificate of its CA.
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     context.load_verify_locations(cafile=certificate)
     _load_client(context, client_files)
@@ -157,8 +167,8 @@ def _load(
         context: the context.
         certificate: file of the certificate.
         key: file of its private key.
-        cert_field: setting that names the first file.
-        key_field: setting that names the second one.
+        cert_field: setting that names the file of the certificate.
+        key_field: setting that names the file of the key.
 
     Raises:
         ConfigError: as for `server_context`.
@@ -191,9 +201,10 @@ def _load(
 
 @contextmanager
 def _memory_file(data: bytes) -> Iterator[str]:
-    """Yield the path of a file in memory with this content, because OpenSSL wants a path.
+    """Yield the path of a file in memory with this content.
 
-    What was checked is loaded, also if the file on disk was replaced meanwhile.
+    OpenSSL loads a certificate only from a path. With the path of the file on disk, it might load a
+    file that has replaced the checked one meanwhile.
     """
     file = os.memfd_create("tls")
     with open(file, "wb") as opened:

@@ -1,9 +1,10 @@
-"""Read files that decide who is trusted: only this user and root may write them.
+"""Read files that decide who is trusted. Only this user and root may have write access to them.
 
-All files with secrets have one rule: private keys, keys of KV transfers and credentials. A file of
-this user is rejected if others may read it. A file of root may be readable for its group. If it is
-readable for all users, it is accepted, too, and a log line says so once: Kubernetes mounts a Secret
-so by default, into a folder that no other user sees.
+The same rule holds for all files with secrets: private keys, keys of KV transfers and credentials.
+If such a file belongs to this user, other users must not have read access. If it belongs to root,
+its group may have read access. If all users have read access to a file of root, it is accepted,
+too, but logged once. This is how Kubernetes mounts a Secret by default, in a folder that no other
+user can see.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ log = logging.getLogger(__name__)
 _WRITABLE_BY_OTHERS: Final = stat.S_IWGRP | stat.S_IWOTH
 _READABLE_BY_OTHERS: Final = stat.S_IRGRP | stat.S_IROTH
 _ROOT: Final = 0
-_warned_of: Final[set[Path]] = set()  # files are read again and again
+_warned_of: Final[set[Path]] = set()  # the files that were logged; each is read again and again
 
 
 class UntrustedFile(Exception):
-    """A file that is not read.
+    """A file is rejected.
 
     Attributes:
-        problem: what is wrong and what to do, to be put after the name of the file.
+        problem: the words after the name of the file, which say what is wrong and what to do.
     """
 
     def __init__(self, problem: str) -> None:
@@ -37,18 +38,18 @@ class UntrustedFile(Exception):
 def read_trusted(path: Path, max_bytes: int, *, is_secret: bool = False) -> bytes:
     """Return the content of a file that only this user and root can write.
 
-    The file is checked after it was opened, so it can't be replaced between the check and the
-    read. A pipe is rejected without a wait for its writer.
+    The file is opened first and then checked. So it can't be replaced between the check and the
+    read. A pipe is rejected at once, without a wait for its writer.
 
     Args:
         path: the path of the file, or of a link to it.
         max_bytes: longest content.
-        is_secret: others may not read it, either, as the module says.
+        is_secret: the file has a secret, so other users must not have read access, see the module.
 
     Raises:
         OSError: the file can't be opened or read.
-        UntrustedFile: it is not a regular file, others can write it or read the secret in it, it
-            belongs to another user, or it is too long.
+        UntrustedFile: the file is not a regular file, is too long, or belongs to another user, or
+            other users have write access to it or read access to the secret in it.
     """
     # With O_NONBLOCK, a pipe is opened at once.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

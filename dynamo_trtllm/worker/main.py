@@ -30,6 +30,8 @@ from dynamo_trtllm.worker.worker import Worker
 
 log = logging.getLogger(__name__)
 
+_MAX_SHOWN = 8  # items of a list in the table of arguments
+
 # Longest time for the exit of the interpreter. Libraries register functions that run at the exit.
 # If a rank is lost, the functions of mpi4py and TensorRT-LLM wait for this rank for ever
 # (`pre_shutdown` and `shutdown` in executor/proxy.py).
@@ -140,6 +142,10 @@ def _shown(value: Any) -> str:
         return "-"
     if isinstance(value, str):
         return value
+    if isinstance(value, list) and len(value) > _MAX_SHOWN:
+        # A long list would make the column of all values as wide. `--dump-config-to` writes it all.
+        first = ", ".join(map(json.dumps, value[:3]))
+        return f"[{first}, ... {json.dumps(value[-1])}] ({len(value)} values)"
     return json.dumps(value)
 
 

@@ -18,7 +18,7 @@ from dynamo_trtllm.cluster.discovery.discovery_interface import (
     Added,
     Discovery,
     Event,
-    Rejected,
+    RejectionChanged,
     Removed,
     SharesChanged,
     StoredShares,
@@ -270,7 +270,7 @@ def key_of(instance: Instance) -> str:
 async def take_rejected(events: AsyncGenerator[Event, None], key: str) -> str | None:
     """The reason, once the next event says that this key is rejected."""
     (event,) = await take(events, 1)
-    assert isinstance(event, Rejected), event
+    assert isinstance(event, RejectionChanged), event
     assert event.key == key
     return event.reason
 
@@ -283,7 +283,7 @@ async def test_watch_rejects_record_under_another_key_until_deleted(world: World
     async with aclosing(instance_events(world.join(), world.namespace)) as events:
         there = await take(events, 3)
         reason = "id is aaaa in the key and 1 in the record"
-        assert there == [Rejected(ghost_key, reason), Added(real), Synced()]
+        assert there == [RejectionChanged(ghost_key, reason), Added(real), Synced()]
         await world.write(ghost_key, None)
         assert await take_rejected(events, ghost_key) is None
         await check_quiet(events)  # the real one stays up
@@ -315,7 +315,11 @@ async def test_watch_when_id_has_two_keys_then_second_waits_for_first(world: Wor
         reason = await take_rejected(events, key_of(second))
         assert reason == f"instance id 1 is already registered under the key {key_of(first)}"
         await registration.aclose()
-        assert await take(events, 3) == [Removed(1), Rejected(key_of(second), None), Added(second)]
+        assert await take(events, 3) == [
+            Removed(1),
+            RejectionChanged(key_of(second), None),
+            Added(second),
+        ]
 
 
 async def test_watch_when_a_rejected_record_is_put_right_then_up(world: World) -> None:
@@ -325,7 +329,7 @@ async def test_watch_when_a_rejected_record_is_put_right_then_up(world: World) -
         await world.write(key_of(instance), b"garbage")
         assert await take_rejected(events, key_of(instance)) is not None
         await world.write(key_of(instance), encode(instance))
-        assert await take(events, 2) == [Rejected(key_of(instance), None), Added(instance)]
+        assert await take(events, 2) == [RejectionChanged(key_of(instance), None), Added(instance)]
 
 
 async def test_register_rejects_record_that_watchers_would_reject(world: World) -> None:
@@ -358,12 +362,12 @@ async def test_shares_are_written_once_and_watched(world: World) -> None:
         assert await take(events, 1) == [SharesChanged(table)]
         await world.write(share_key(world.namespace), b"shares")
         (rejected,) = await take(events, 1)
-        assert isinstance(rejected, Rejected)
+        assert isinstance(rejected, RejectionChanged)
         broken = await writing.read_shares(world.namespace)
         assert broken.problem
         assert await writing.write_shares(world.namespace, table, broken.version)
         # They are those that stayed in use.
-        assert await take(events, 1) == [Rejected(share_key(world.namespace), None)]
+        assert await take(events, 1) == [RejectionChanged(share_key(world.namespace), None)]
         await check_quiet(events)
 
 
@@ -398,25 +402,25 @@ async def test_table_of_another_wire_version_is_not_replaced(world: World) -> No
     shares = {1: Shares(1.0, 0.0)}
     with pytest.raises(VersionMismatch, match="upgrade the side with the lower one"):
         await change_shares(discovery, world.namespace, shares, registered=shares, epoch=9)
-    assert (await discovery.read_shares(world.namespace)).is_other_version
+    assert (await discovery.read_shares(world.namespace)).is_from_incompatible_release
 
 
 async def test_one_planner_leads_until_it_ends(world: World) -> None:
     first, second = world.join(), world.join()
-    leading = await first.lead_planners(world.namespace, "first")
+    leading = await first.try_to_lead(world.namespace, "first")
     assert leading is not None
-    assert await second.lead_planners(world.namespace, "second") is None
+    assert await second.try_to_lead(world.namespace, "second") is None
     assert await leading.renew()
     await leading.aclose()
     assert not await leading.renew()
-    next_one = await second.lead_planners(world.namespace, "second")
+    next_one = await second.try_to_lead(world.namespace, "second")
     assert next_one is not None
     assert next_one.epoch > leading.epoch
 
 
 async def test_leader_whose_key_is_gone_does_not_lead(world: World) -> None:
     discovery = world.join()
-    leading = await discovery.lead_planners(world.namespace, "first")
+    leading = await discovery.try_to_lead(world.namespace, "first")
     assert leading is not None
     await world.write(planner_key(world.namespace), None)
     assert not await leading.renew()
@@ -426,7 +430,7 @@ async def test_watchers_pass_over_the_key_of_the_planner(world: World) -> None:
     watching = world.join()
     async with aclosing(instance_events(watching, world.namespace)) as events:
         assert await take(events, 1) == [Synced()]
-        leading = await world.join().lead_planners(world.namespace, "first")
+        leading = await world.join().try_to_lead(world.namespace, "first")
         assert leading is not None
         await leading.aclose()
         await check_quiet(events)

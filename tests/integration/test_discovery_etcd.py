@@ -17,7 +17,7 @@ from benchmarks.chaos.relay import Relay
 from dynamo_trtllm.cluster.discovery.discovery_interface import (
     Added,
     Event,
-    Rejected,
+    RejectionChanged,
     Removed,
     Synced,
 )
@@ -399,7 +399,7 @@ async def test_planner_that_is_silent_for_a_lease_is_replaced(own_etcd: MakeEtcd
     """As one that was killed: it does not resign."""
     server = own_etcd()
     async with joined(server) as first, joined(server) as second:
-        killed = await first.lead_planners("n", "first")
+        killed = await first.try_to_lead("n", "first")
         assert killed is not None
         shares = {1: Shares(1.0, 0.0)}
         table = await change_shares(first, "n", shares, registered=shares, epoch=killed.epoch)
@@ -407,7 +407,7 @@ async def test_planner_that_is_silent_for_a_lease_is_replaced(own_etcd: MakeEtcd
         async with asyncio.timeout(SOON_S):
             while next_one is None:
                 await asyncio.sleep(0.1)
-                next_one = await second.lead_planners("n", "second")
+                next_one = await second.try_to_lead("n", "second")
         assert next_one.epoch > killed.epoch
         assert (await second.read_shares("n")).table == table
         # If it was only slow, it finds out, and changes nothing once the next one has.
@@ -428,7 +428,7 @@ async def test_oldest_unfit_record_is_rejected_by_all_watchers(own_etcd: MakeEtc
         await worker.register(THREE)
         await follower.until(Removed(1), Added(TWO), Added(THREE))
         async with joined(server) as later, following(later) as other:
-            (rejected,) = (event for event in other.received if isinstance(event, Rejected))
+            (rejected,) = (event for event in other.received if isinstance(event, RejectionChanged))
             reason = "card.vocab_size is 1000, and 32 in the card in use,"
             assert str(rejected.reason).startswith(reason)
             await follower.until(rejected)
@@ -470,7 +470,9 @@ async def test_watch_rejects_keys_that_are_no_utf8(own_etcd: MakeEtcd) -> None:
     early = b"v1/instances/dynamo/\xff\xfe"
     late = b"v1/instances/dynamo/tensorrt_llm/generate/\xc3"
     rejections = [
-        Rejected(key, "the key is not of the form v1/instances/NAMESPACE/COMPONENT/ENDPOINT/ID")
+        RejectionChanged(
+            key, "the key is not of the form v1/instances/NAMESPACE/COMPONENT/ENDPOINT/ID"
+        )
         for key in (
             r"v1/instances/dynamo/\udcff\udcfe",
             r"v1/instances/dynamo/tensorrt_llm/generate/\udcc3",
@@ -489,5 +491,7 @@ async def test_watch_rejects_keys_that_are_no_utf8(own_etcd: MakeEtcd) -> None:
             }
             for key in (early, late):
                 await client.delete(key)
-            await follower.until(*(Rejected(rejection.key, None) for rejection in rejections))
+            await follower.until(
+                *(RejectionChanged(rejection.key, None) for rejection in rejections)
+            )
             assert Removed(1) not in follower.received

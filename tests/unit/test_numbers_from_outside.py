@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from dynamo_trtllm.cluster.discovery.discovery_interface import Added, CardChosen, Rejected
+from dynamo_trtllm.cluster.discovery.discovery_interface import Added, CardChosen, RejectionChanged
 from dynamo_trtllm.cluster.discovery.instance_cache import InstanceCache
 from dynamo_trtllm.cluster.discovery.records import endpoint_of, instance_key
 from dynamo_trtllm.cluster.request_plane.client import PlaneLimits
@@ -232,7 +232,7 @@ async def test_frontend_continues_despite_bad_worker_numbers() -> None:
     gate.set()
     assert await other == ANSWER[0]
     events = cache.put(KEY, encode(INSTANCE))
-    assert [type(event) for event in events] == [CardChosen, Rejected, Added]
+    assert [type(event) for event in events] == [CardChosen, RejectionChanged, Added]
     await plane.aclose()
 
 

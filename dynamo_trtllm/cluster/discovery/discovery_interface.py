@@ -1,6 +1,6 @@
 """Define the discovery interface.
 
-`etcd` implements it, and `memory` within one process.
+The module `etcd` implements the interface for a cluster, and the module `memory` for one process.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Removed:
 
 @dataclass(frozen=True, slots=True)
 class CardChosen:
-    """Frontends use this card for its model from now on.
+    """From now on, frontends use this card for the model that it describes.
 
-    It is reported before the first instance of the model, and after the removal of instances that
-    do not fit it.
+    The event comes before the first instance of the model. Instances that do not fit the card are
+    removed before the event.
     """
 
     card: ModelDeploymentCard
@@ -40,43 +40,52 @@ class CardChosen:
 
 @dataclass(frozen=True, slots=True)
 class Synced:
-    """All records that existed at the start of the watch were reported. A watch yields it once."""
+    """All records that existed at the start of the watch were reported.
+
+    Each watch yields this event once.
+    """
 
 
 @dataclass(frozen=True, slots=True)
-class Rejected:
-    """A record was rejected, or the reason changed, or the rejected record is gone or valid."""
+class RejectionChanged:
+    """With a reason: the record with this key is rejected now. Without: it is no longer rejected.
+
+    The event comes again with each new reason.
+    """
 
     key: str  # escaped and shortened by `records.shown_key`
-    reason: str | None  # None: it is gone or valid
+    reason: str | None  # None: the record was deleted, or has become valid
 
 
 @dataclass(frozen=True, slots=True)
 class SharesChanged:
-    """The share table of the namespace was written, or is gone."""
+    """The share table of the namespace was written or deleted."""
 
-    table: ShareTable | None  # None: it is gone, and all workers have the shares they registered
+    # None: the table was deleted. Each worker has the share again with which it registered.
+    table: ShareTable | None
 
 
-Event = Added | Removed | CardChosen | Rejected | SharesChanged | Synced
+Event = Added | Removed | CardChosen | RejectionChanged | SharesChanged | Synced
 
 
 @dataclass(frozen=True, slots=True)
 class StoredShares:
     """The share table of a namespace as it is stored."""
 
-    table: ShareTable | None  # None: there is none, or it is invalid
-    version: int = 0  # of the store: another one after each write. 0: there is no table
+    table: ShareTable | None  # None: no table is stored, or the stored table is invalid
+    # The version of the stored table. Each write changes the version. 0: no table is stored.
+    version: int = 0
     problem: str = ""  # why the table is invalid
-    is_other_version: bool = False  # it is invalid because its writer has an incompatible version
+    # The table is invalid because a process of an incompatible release has written it.
+    is_from_incompatible_release: bool = False
 
 
 class Registration(Protocol):
     """The registration of one instance.
 
-    A background task renews its lease. The task writes the record again when the store has lost its
-    data, and also, within the time of a lease, when another client has deleted or overwritten the
-    record.
+    A background task renews the lease of the registration. When the store has lost its data, the
+    task writes the record again. When another client has deleted or overwritten the record, the
+    task writes the record again, too, but this may take the time of a lease.
     """
 
     async def aclose(self) -> None:
@@ -84,9 +93,9 @@ class Registration(Protocol):
 
 
 class Leadership(Protocol):
-    """The right to act for a namespace. Of all processes of a kind, one has it.
+    """The right to set the shares of a namespace. At most one planner has the right.
 
-    It ends if it is not renewed in time.
+    The leadership ends if it is not renewed in time.
     """
 
     @property
@@ -112,7 +121,7 @@ class Discovery(Protocol):
 
     @property
     def problem(self) -> str:
-        """Why watchers may lack the latest changes, as text; "": they do not."""
+        """Why watchers may lack the latest changes, as text, or "" if they have all changes."""
 
     async def register(self, instance: Instance) -> Registration:
         """Register an instance. Return once the record is visible to watchers.
@@ -123,12 +132,13 @@ class Discovery(Protocol):
         """
 
     def watch(self, namespace: str) -> AsyncGenerator[Event, None]:
-        """Yield Added or Rejected for each existing record, then Synced, then all changes.
+        """Yield Added or RejectionChanged for each existing record, then Synced, then all changes.
 
         A CardChosen comes before the first Added of each model.
 
-        While the store is unreachable, the generator yields nothing. Afterwards it yields the
-        differences, and missing instances get some time to register again. Consume with `aclosing`.
+        While the store is unreachable, the generator yields nothing. Afterwards it yields what has
+        changed meanwhile. Missing instances get some time to register again before they count as
+        removed. Consume the generator with `aclosing`.
         """
 
     async def read_shares(self, namespace: str) -> StoredShares:
@@ -139,30 +149,30 @@ class Discovery(Protocol):
         """
 
     async def write_shares(self, namespace: str, table: ShareTable, version: int) -> bool:
-        """Write the share table of a namespace, if no other client has written it meanwhile.
+        """Write the share table of a namespace, unless another client has written one meanwhile.
 
         Args:
             namespace: the namespace.
-            table: the table.
-            version: of the stored table that it replaces, see `StoredShares`.
+            table: the new table.
+            version: `StoredShares.version` of the table that is replaced.
 
         Returns:
-            False if another version is stored: read it again.
+            False if the stored table has another version. The caller should read the table again.
 
         Raises:
             ConfigError: frontends would reject the table.
             Unreachable: the store does not answer. The table may have been written.
         """
 
-    async def lead_planners(self, namespace: str, name: str) -> Leadership | None:
-        """Become the planner that sets the shares of a namespace.
+    async def try_to_lead(self, namespace: str, name: str) -> Leadership | None:
+        """Become the planner that sets the shares of a namespace, unless another planner leads.
 
         Args:
             namespace: the namespace.
-            name: of this process, for people who read the record.
+            name: the name of this process, for people who read the record in the store.
 
         Returns:
-            None: another planner leads.
+            The leadership, or None if another planner leads.
 
         Raises:
             Unreachable: the store does not answer.

@@ -1,13 +1,13 @@
 """Implement discovery on etcd, with instance records on leases.
 
-A watch lists all records after each interruption.
+After each interruption, a watch lists all records. A watch could also resume at a revision, but
+only a list is correct in every case: after a compaction, after data loss, and with another etcd
+member. A list takes one range read for each watcher and reconnect.
 
-A new list, instead of a resume at a revision, is correct in every case (compaction, data loss,
-another etcd member). It takes one range read per watcher and reconnect. New instances of a list are
-reported at once. If an instance is missing in the list, it has left, or etcd has lost data; etcd
-does not show which. So missing instances get the time of a lease to register again before they are
-removed.
-Meanwhile a request to an instance that has left is retried on another worker.
+New instances of a list are reported at once. If an instance is missing in the list, the instance
+has left, or etcd has lost data. etcd does not show which of the two has happened. So missing
+instances get the time of a lease to register again before they are removed. Meanwhile, a request to
+an instance that has left is retried on another worker.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from dynamo_trtllm.support.background import BackgroundTasks
 
 log = logging.getLogger(__name__)
 
-# The longest wait for the first answer of etcd. It is enough for an etcd that starts at the same
-# moment, and a wrong address is reported soon.
+# The longest wait for the first answer of etcd. It is long enough if etcd starts at the same
+# moment, and short enough to report a wrong address soon.
 START_TIMEOUT_S = 5.0
-# The longest wait if etcd has answered before. A restart of this worker instead would reload its
-# model for minutes.
+# The longest wait if etcd has answered before. If the worker gave up earlier, it would be restarted
+# and load its model again, which takes minutes.
 AWAY_TIMEOUT_S = 120.0
-LOG_EVERY_S = 5.0  # between two log lines while etcd does not answer
+LOG_EVERY_S = 5.0  # time between two log lines while etcd does not answer
 _ETCD = "etcd"  # name in the flight recorder
 
 T = TypeVar("T")
@@ -92,8 +92,8 @@ class EtcdDiscovery:
         ConfigError: the endpoints or certificate files are invalid.
     """
 
-    config: ConnectionConfig  # addresses of etcd, and certificate files for https:// ones
-    # Time after which an instance that does not renew its lease is removed.
+    config: ConnectionConfig  # has the addresses of etcd, and the files for TLS
+    # If an instance does not renew its lease for this time, it is removed.
     lease_ttl_s: float = 10.0
     start_timeout_s: float = START_TIMEOUT_S  # longest wait for an etcd that has not answered yet
     tasks: BackgroundTasks = field(default_factory=BackgroundTasks)
@@ -179,7 +179,8 @@ class EtcdDiscovery:
             snapshot = again
             for event in cache.relist(snapshot.records, loop.time()):
                 yield event
-            # 0.0: a list is needed at once, for another reason.
+            # A time above 0 is the end of the grace time of missing instances. 0.0 would mean that
+            # a list is needed for another reason.
             if cache.next_list_s:
                 text = (
                     "etcd no longer lists some workers; keeping them for %g s in case they register"
@@ -240,10 +241,11 @@ class EtcdDiscovery:
         record = written_share_table(table)
         return await self._store.put_if_unchanged(share_key(namespace), record, version)
 
-    async def lead_planners(self, namespace: str, name: str) -> EtcdLeadership | None:
-        """See `Discovery.lead_planners`."""
+    async def try_to_lead(self, namespace: str, name: str) -> EtcdLeadership | None:
+        """See `Discovery.try_to_lead`."""
         key = planner_key(namespace)
-        # Without this look, each attempt of a planner that waits would create a lease.
+        # While another planner leads, the planners that wait try this again and again. This check
+        # avoids a new lease for each attempt.
         if await self._store.revision_of(key):
             return None
         lease = await self._store.grant(self.lease_ttl_s)

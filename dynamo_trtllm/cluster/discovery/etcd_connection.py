@@ -1,8 +1,8 @@
 """Connect to the members of an etcd cluster: failover, TLS, and the user of this process.
 
-A user proves who it is with a client certificate whose common name is the name of the user, or with
-a password. For a password, etcd returns a token, which is valid until etcd restarts, or until some
-minutes after the last call.
+A user logs in with a client certificate whose common name is the name of the user, or with a
+password. For a password, etcd returns a token. The token is valid until etcd restarts, or until
+some minutes after the last call.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _NO_USERS: Final = "authentication is not enabled"
 _TOKEN_REJECTED: Final = (
     "invalid auth token",
     "revision of auth store is old",
-    "user name is empty",  # users were set up after the login
+    "user name is empty",  # users were added to etcd after the login
 )
 _USER_REJECTED: Final = (
     *_TOKEN_REJECTED,
@@ -99,10 +99,7 @@ def channel_credentials(config: ConnectionConfig) -> grpc.ChannelCredentials | N
 
 
 def _pem(config: ConnectionConfig, field: str) -> bytes | None:
-    """Return the content of a PEM file at the start. None: the field is not set.
-
-    Without --etcd-ca, the certificate authorities of the system are used.
-    """
+    """Return the content of the PEM file that a setting names. None: the setting is not used."""
     path = config.file_of_role(getattr(config, field))
     if path is None:
         return None
@@ -120,14 +117,14 @@ def _pem(config: ConnectionConfig, field: str) -> bytes | None:
 
 
 class _Call(NamedTuple):
-    """What a call needs: the calls of a member of etcd, and the token of the user."""
+    """The calls of one member of etcd, and the token of the user for a call."""
 
     etcd: EtcdCalls
     metadata: Metadata
 
 
 class EtcdConnection:
-    """Channels to all members of one etcd cluster. After a failed call, the next one is used.
+    """Channels to all members of one etcd cluster. After a failed call, the next member is used.
 
     Create it on a running event loop.
 
@@ -147,7 +144,7 @@ class EtcdConnection:
         self._token: str | None = None  # None: log in before the next call
         self._logging_in = asyncio.Lock()
         self._current = 0  # index of the endpoint in use
-        # All channels, also those with former certificates.
+        # All channels, including those with former certificates.
         self._channels: list[grpc.aio.Channel] = []
         self._calls: list[EtcdCalls] = []
         self._read_versions = _file_versions(config)
@@ -163,7 +160,7 @@ class EtcdConnection:
         self._calls = [EtcdCalls(channel) for channel in channels]
 
     async def call(self, name: str, request: Any) -> Any:
-        """Make a call of `EtcdCalls` that is no stream, and return the reply.
+        """Make a call of `EtcdCalls`, which must not be a stream, and return the reply.
 
         Raises:
             Unreachable: etcd does not answer, or rejects the user of this process.
@@ -176,7 +173,7 @@ class EtcdConnection:
             was_token_rejected = token_before is not None and self._token is None
             if not was_token_rejected:
                 raise
-        # The next attempt logs in again.
+        # The token was rejected and removed, so this attempt logs in again.
         async with self.attempt() as (etcd, metadata):
             return await getattr(etcd, name)(request, timeout=CALL_TIMEOUT_S, metadata=metadata)
 
@@ -200,13 +197,13 @@ class EtcdConnection:
             raise self._failure(index, exc) from exc
         except asyncio.CancelledError as exc:
             task = asyncio.current_task()
-            # Nothing has cancelled this task: `aclose` has ended the call.
+            # If nothing has cancelled this task, `aclose` has ended the call.
             if self.closed and task is not None and not task.cancelling():
                 raise self.unreachable(index, "closed") from exc
             raise
 
     async def _metadata(self, etcd: EtcdCalls) -> Metadata:
-        """Return the token of the user as metadata of a call. Log in if there is none."""
+        """Return the token of the user as metadata of a call. Log in if there is no token."""
         if self._credentials is None:
             return ()
         async with self._logging_in:
@@ -215,7 +212,7 @@ class EtcdConnection:
         return (("token", self._token),) if self._token else ()
 
     async def _log_in(self, etcd: EtcdCalls, file: CredentialsFile) -> str:
-        """Return a token; "" if etcd has no users yet."""
+        """Log in, and return a token, or "" if etcd has no users yet."""
         user, password = file.current()
         request = api.AuthenticateRequest(name=user, password=password)
         try:
@@ -227,7 +224,7 @@ class EtcdConnection:
         return str(reply.token)
 
     def _failure(self, index: int, error: Exception) -> Unreachable:
-        """Return the error of a call. Forget a token that is not valid any more."""
+        """Return the error of a call. If the token is no longer valid, remove it."""
         if not isinstance(error, grpc.aio.AioRpcError):
             return self.unreachable(index, str(error))
         details = error.details() or ""
@@ -243,7 +240,7 @@ class EtcdConnection:
         )
 
     def _identity(self) -> str:
-        """Return, as text for users, who this process says it is."""
+        """Return, as text for users, as which user this process logs in."""
         if self._credentials is not None:
             return self._credentials.identity()
         certificate = self._config.file_of_role(self._config.etcd_cert)
@@ -252,7 +249,7 @@ class EtcdConnection:
         return "a client without a user"
 
     def unreachable(self, index: int | None, reason: str) -> Unreachable:
-        """Return the error that an endpoint, or the current one, did not answer."""
+        """Return the error that an endpoint did not answer. None: the current endpoint."""
         if index is None:
             index = self._current
         address = self.addresses[index]
@@ -263,7 +260,7 @@ class EtcdConnection:
         return Unreachable(text, field="etcd_endpoints")
 
     def _reopen_if_changed(self) -> None:
-        """Open new channels if a certificate has changed, because gRPC reads it only once.
+        """Open new channels if a certificate has changed, because gRPC reads certificates once.
 
         The former channels stay open, because a watch may still run on one.
         """
@@ -286,7 +283,10 @@ class EtcdConnection:
 
 
 def _file_versions(config: ConnectionConfig) -> list[tuple[int, int, int] | None]:
-    """Return what changes when a certificate file is written or replaced; None: there is none."""
+    """Return values that change when a certificate file is written or replaced.
+
+    None: there is no file.
+    """
     found: list[tuple[int, int, int] | None] = []
     for setting in (config.etcd_ca, config.etcd_cert, config.etcd_key):
         path = config.file_of_role(setting)

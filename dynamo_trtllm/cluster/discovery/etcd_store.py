@@ -1,12 +1,14 @@
-"""Read, write and watch the keys of etcd, and keep a record on a lease.
+"""Read, write and watch the keys of etcd, and renew the lease of a record.
 
 Every gRPC failure is raised as `Unreachable`.
 
-Why not a client from PyPI: the watch of etcd3aio 0.3.0 resumes from the reply header's revision, so
-it skips pending events after a disconnect, and it hangs after a compaction. Its channels accept no
-host names, and a new client inherits the old channel's reconnect delay. The HTTP-based etcd3-py
-0.1.6 makes 408 puts/s instead of 1741, its asynchronous watch delivered 17 of 201 events, and its
-keep-alive thread ends after an outage of 4 s. (Measured on 2 CPU cores with etcd 3.5.1.)
+The clients of PyPI are not used for these reasons, measured on 2 CPU cores with etcd 3.5.1:
+
+* After a disconnect, the watch of etcd3aio 0.3.0 resumes at the revision of the reply's header, so
+  it skips pending events. After a compaction, the watch hangs. Its channels accept no host names,
+  and a new client inherits the reconnect delay of the old channel.
+* etcd3-py 0.1.6 uses HTTP. It makes 408 puts/s instead of 1741, its asynchronous watch delivered 17
+  of 201 events, and its keep-alive thread ends after an outage of 4 s.
 """
 
 from __future__ import annotations
@@ -31,12 +33,12 @@ from dynamo_trtllm.support.background import BackgroundTasks
 log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 2.0
-# Longest pause between renewals, also of long leases. If etcd has lost its data, workers must
-# register again before watchers remove them (10 s).
+# Longest pause between renewals of a lease, even if the lease is long. If etcd has lost its data,
+# watchers remove workers that have not registered again after 10 s.
 MAX_PAUSE_S = 3.0
 FIRST_DELAY_S = 0.05  # the first delay between attempts
 MAX_DELAY_S = 1.0
-Change: TypeAlias = tuple[str, bytes | None]  # key, record; None: deleted
+Change: TypeAlias = tuple[str, bytes | None]  # a key and its new record; None: it was deleted
 
 
 def key_text(key: bytes) -> str:
@@ -62,7 +64,7 @@ def prefix_end(prefix: str) -> bytes:
 class Snapshot(NamedTuple):
     """All records under a prefix at one revision of etcd."""
 
-    records: dict[str, bytes]  # records by key, in the order in which they were last written
+    records: dict[str, bytes]  # the records by key, in the order in which they were last written
     revision: int
 
 
@@ -77,18 +79,16 @@ class Lease(NamedTuple):
     """A lease of etcd."""
 
     id: int
-    # The granted time, which may be more than the requested one. `leases` returns the time that is
-    # left.
+    # The time that etcd has granted, which may be more than the requested time. In the leases that
+    # `leases` returns, it is the remaining time.
     ttl_s: int
 
 
 class EtcdStore:
-    """The records and leases of one etcd cluster.
-
-    Its creation raises the errors of `EtcdConnection`.
-    """
+    """The records and leases of one etcd cluster."""
 
     def __init__(self, config: ConnectionConfig) -> None:
+        """Create the connection. Raises the errors of `EtcdConnection`."""
         self.connection = EtcdConnection(config)
 
     @property
@@ -111,7 +111,7 @@ class EtcdStore:
     async def leases(self, prefix: str) -> dict[str, Lease | None]:
         """Return the lease of every key under a prefix, with its remaining time.
 
-        None: no lease, or an expired one.
+        None: the key has no lease, or its lease has expired.
         """
         reply = await self._range(prefix)
         return {key_text(pair.key): await self._left(pair.lease) for pair in reply.kvs}
@@ -121,25 +121,26 @@ class EtcdStore:
         return await self.connection.call("range", request)
 
     async def _left(self, lease_id: int) -> Lease | None:
-        """Return a lease with its remaining time. None: it has expired, or the id is 0."""
+        """Return a lease with its remaining time. None: the lease has expired, or its id is 0."""
         if not lease_id:
             return None
         request = api.LeaseTimeToLiveRequest(ID=lease_id)
         reply = await self.connection.call("lease_time_to_live", request)
-        # -1: it has expired; 0: less than a second is left.
+        # -1: the lease has expired. 0: less than a second is left.
         return Lease(id=lease_id, ttl_s=reply.TTL) if reply.TTL >= 0 else None
 
     async def put(self, key: str, record: bytes, lease: Lease) -> int:
         """Write a record that expires with the lease.
 
-        Return the revision of etcd with which it was written.
+        Returns:
+            The revision of etcd with which the record was written.
         """
         request = api.PutRequest(key=key_bytes(key), value=record, lease=lease.id)
         reply = await self.connection.call("put", request)
         return int(reply.header.revision)
 
     async def read(self, key: str) -> StoredRecord | None:
-        """Return the record of a key; None if it does not exist."""
+        """Return the record of a key, or None if the key does not exist."""
         reply = await self.connection.call("range", api.RangeRequest(key=key_bytes(key)))
         if not reply.kvs:
             return None
@@ -165,7 +166,8 @@ class EtcdStore:
     async def create(self, key: str, record: bytes, lease: Lease) -> int | None:
         """Write a record that expires with the lease, if its key does not exist.
 
-        Return the revision of etcd with which it was written; None if the key exists.
+        Returns:
+            The revision of etcd with which the record was written, or None if the key exists.
         """
         absent = api.Compare(target=api.Compare.MOD, key=key_bytes(key), mod_revision=0)
         put = api.PutRequest(key=key_bytes(key), value=record, lease=lease.id)
@@ -174,7 +176,7 @@ class EtcdStore:
         return int(reply.header.revision) if reply.succeeded else None
 
     async def revision_of(self, key: str) -> int:
-        """Return the revision of etcd with which a key was last written; 0 if it does not exist."""
+        """Return the revision of etcd with which a key was last written. 0: it does not exist."""
         request = api.RangeRequest(key=key_bytes(key), keys_only=True)
         reply = await self.connection.call("range", request)
         return int(reply.kvs[0].mod_revision) if reply.kvs else 0
@@ -216,7 +218,7 @@ class EtcdStore:
     async def release(self, lease: Lease, *keys: str) -> None:
         """Delete keys and revoke their lease.
 
-        Give up after CLOSE_TIMEOUT_S: the lease then expires by itself.
+        After CLOSE_TIMEOUT_S, this gives up. The lease then expires by itself.
         """
         with suppress(Unreachable, TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
@@ -227,12 +229,14 @@ class EtcdStore:
     async def changes(self, prefix: str, from_revision: int) -> AsyncGenerator[list[Change], None]:
         """Yield the changes from a revision on, in batches.
 
-        `from_revision` is the one after the revision that was read.
-
         The first batch is empty and shows that the watch runs.
 
-        The generator ends if etcd cancels the watch, as after a compaction, or if etcd's revision
-        is older than expected, as after data loss.
+        The generator ends if etcd cancels the watch, which happens after a compaction. It also ends
+        if etcd has lost data.
+
+        Args:
+            prefix: the prefix of the keys.
+            from_revision: the first revision that the caller has not read.
 
         Raises:
             Unreachable: the connection is lost.
@@ -248,7 +252,8 @@ class EtcdStore:
                     reply = await call.read()
                     if reply is grpc.aio.EOF or reply.canceled:
                         break
-                    # etcd has lost data if its revision is older than the one that was read.
+                    # If the revision of etcd is older than the one that was read, etcd has lost
+                    # data.
                     if reply.header.revision + 1 < from_revision:
                         break
                     yield [_change(event) for event in reply.events]
@@ -268,7 +273,7 @@ def _change(event: Any) -> Change:
 def backoff() -> Iterator[float]:
     """Yield delays in seconds that double up to a limit.
 
-    They have jitter, so that clients don't retry together.
+    The delays are random to a part, so that clients don't retry at the same time.
     """
     full_s = FIRST_DELAY_S
     while True:
@@ -279,8 +284,9 @@ def backoff() -> Iterator[float]:
 class LeaseKeeper:
     """A `Registration` in etcd.
 
-    It replaces a lost lease and writes the same key again. Whenever it renews the lease, it also
-    checks the key, and writes it again if another client has deleted or overwritten it.
+    A background task renews the lease. If the lease was lost, the task writes the key with a new
+    lease. After each renewal, the task checks whether another client has deleted or overwritten the
+    key, and then writes the key again.
     """
 
     def __init__(
@@ -296,9 +302,10 @@ class LeaseKeeper:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Write the record and start to renew its lease.
+        """Write the record, and start to renew its lease.
 
-        Raise Unreachable if etcd does not answer.
+        Raises:
+            Unreachable: etcd does not answer.
         """
         lease = await self._acquire()
         self._task = self._tasks.start(self._keep(lease), f"lease of {self.key}")
@@ -307,7 +314,7 @@ class LeaseKeeper:
         """Write the record with a new lease, and return the lease."""
         lease = await self._store.grant(self._ttl_s)
         self._lease = lease
-        # This also detaches the key from an older lease that etcd may still have.
+        # If etcd still has an older lease of the key, this separates the key from it.
         await self._put(lease)
         return lease
 
@@ -337,9 +344,10 @@ class LeaseKeeper:
             log.info("registration %s is renewed", self.key)
 
     async def _recover(self, lease: Lease) -> Lease:
-        """Retry until the old lease is renewed or the key is written with a new lease.
+        """Retry until the old lease is renewed, or the key is written with a new lease.
 
-        Return the lease.
+        Returns:
+            The old or the new lease.
         """
         delays = backoff()
         while True:
@@ -352,7 +360,7 @@ class LeaseKeeper:
             await asyncio.sleep(next(delays))
 
     async def replace(self) -> None:
-        """Stop, because another registration takes over the key. The lease of this one expires."""
+        """Stop, because another registration takes over the key. The lease here expires."""
         task = self._task
         self._task = None
         self._lease = None

@@ -1,4 +1,4 @@
-"""Cache the records of a watcher, and turn lists and changes into events.
+"""Cache the records of a watch, and turn lists and changes of records into events.
 
 The module does no I/O and reads no clock.
 """
@@ -13,7 +13,7 @@ from dynamo_trtllm.cluster.discovery.discovery_interface import (
     Added,
     CardChosen,
     Event,
-    Rejected,
+    RejectionChanged,
     Removed,
     SharesChanged,
 )
@@ -33,51 +33,53 @@ from dynamo_trtllm.protocol.messages import Instance
 
 log = logging.getLogger(__name__)
 
-MAX_REJECTED: Final = 10_000  # stored rejected keys, because any client of etcd can write more
+# Most rejected keys that are stored. Any client of etcd can write more of them.
+MAX_REJECTED: Final = 10_000
 
 
 class InstanceCache:
-    """Cache of valid and rejected instance records by key. An unchanged record produces no event.
+    """A cache of valid and rejected instance records by key. An unchanged record makes no event.
 
-    A record that is missing in a list does not prove that its worker left: the store may have lost
-    it, and the worker will register again. So an instance is removed only after lists have lacked
-    it for `grace_s` seconds. A deleted record is removed at once.
+    If a record is missing in a list, its worker may still run: the store may have lost the record,
+    and the worker will register again. Therefore an instance is removed only after lists have
+    lacked its record for `grace_s` seconds. If a record was deleted, its instance is removed at
+    once.
 
     Records that conflict with others are rejected:
 
-    * a key with an instance id that an earlier key has. When the earlier one is removed, a new list
-      is needed to check the rejected record again.
-    * an instance whose card does not fit the card that most instances of its model have
+    * A key with the instance id of an earlier key. When the earlier key is removed, a new list is
+      needed to check the rejected record again.
+    * An instance whose card does not fit the card that most instances of its model have.
 
-    The order of records is that of their last write, also in a list. So a record that is written
-    again counts as new, even if it is unchanged. A cache that has followed all changes chooses the
-    same cards as one that has read a list, with one exception: if two cards have equally many
-    instances, the card stays that a cache has chosen before.
+    Records are ordered by their last write, also in a list. So if a record is written again, it
+    becomes the newest record, even if it is unchanged. A cache that has followed all changes
+    chooses the same cards as a cache that has read a list. There is one exception: if two cards
+    have equally many instances, a cache keeps the card that it has chosen before.
 
-    The share table is one more record. If a new one is rejected, the last valid one stays. It is
-    removed like an instance. Then workers have the shares with which they registered.
+    The share table is one more record. If a new table is rejected, the last valid table stays. The
+    table is removed like an instance. Then workers have the shares with which they registered.
     """
 
     def __init__(self, *, grace_s: float = 0.0) -> None:
         self._grace_s = grace_s
-        # Records of the instances in `_models` and of the share table, by key.
+        # The records of the instances in `_models` and of the share table, by key.
         self._records: dict[str, bytes] = {}
-        # Keys of the instances that were reported because they fit, and the key of the share table.
+        # The keys of the instances that were reported as added, and the key of the share table.
         self._added: set[str] = set()
-        self._owners: dict[int, str] = {}  # instance id -> key of its record
-        # key -> time from which a list without the key removes its instance
+        self._key_of_id: dict[int, str] = {}  # the key of each instance in `_models`, by its id
+        # The missing records: the time from which a list removes the instance, by key.
         self._missing: dict[str, float] = {}
-        self._rejected: dict[str, str] = {}  # shown key -> reason
-        self._contested: set[int] = set()  # ids of instances that another, rejected key has, too
-        self._models: dict[str, ModelCards] = {}
-        self._model_of: dict[str, str] = {}  # key -> model, of the instances in `_models`
-        self._num_writes = 0
+        self._rejected: dict[str, str] = {}  # the reason of each rejection, by shown key
+        self._contested: set[int] = set()  # the ids of instances that a rejected key has, too
+        self._models: dict[str, ModelCards] = {}  # the cards and instances, by model
+        self._model_of: dict[str, str] = {}  # the model of each instance in `_models`, by key
+        self._num_writes = 0  # number of records that were written
         self._needs_list = False  # an instance was removed, and rejected records may be valid now
         self._has_logged_full = False
 
     @property
     def next_list_s(self) -> float | None:
-        """Return the time at which a new list is needed; 0.0: at once; None: it is not needed."""
+        """Return the time at which a new list is needed. 0.0: at once. None: it is not needed."""
         if self._needs_list:
             return 0.0
         return min(self._missing.values(), default=None)
@@ -85,7 +87,7 @@ class InstanceCache:
     def restart_grace(self) -> None:
         """Give missing instances the whole grace time again.
 
-        They can't register while the store is down.
+        This is called after an outage of the store, during which they could not register.
         """
         self._missing.clear()
 
@@ -102,11 +104,12 @@ class InstanceCache:
             gone = [shown for shown in self._rejected if shown not in listed_shown]
             for shown in gone:
                 del self._rejected[shown]
-                changes.rejections.append(Rejected(shown, None))
+                changes.rejections.append(RejectionChanged(shown, None))
         missing = [key for key in self._records if key not in listed]
         for key in missing:
             removed_at_s = self._missing.setdefault(key, now_s + self._grace_s)
-            # An instance that does not fit is not in use, so it needs no time to register again.
+            # An instance that was not reported as added is not in use. So it needs no time to
+            # register again.
             if removed_at_s <= now_s or key not in self._added:
                 self._forget(key, changes)
         self._needs_list = False
@@ -131,7 +134,7 @@ class InstanceCache:
         return self._events(changes)
 
     def _put(self, key: str, record: bytes, changes: _Changes) -> None:
-        """Check a record, and put its instance behind the others of its model."""
+        """Check a record, and make its instance the newest one of its model."""
         self._missing.pop(key, None)
         if is_share_key(key):
             self._put_shares(key, record, changes)
@@ -140,7 +143,7 @@ class InstanceCache:
             return
         self._num_writes += 1
         if self._records.get(key) == record:
-            # Only the order of the instances changes.
+            # The record is unchanged, so only the order of the instances changes.
             model = self._model_of[key]
             cards = self._models[model]
             cards.put(key, cards.instances[key], self._num_writes)
@@ -152,21 +155,21 @@ class InstanceCache:
             self._forget(key, changes)
             self._reject(key, str(exc), changes)
             return
-        owner = self._owners.get(instance.id, key)
-        if owner != key:
+        earlier_key = self._key_of_id.get(instance.id, key)
+        if earlier_key != key:
             self._contested.add(instance.id)
             reason = (
                 f"instance id {instance.id:x} is already registered under the key"
-                f" {shown_key(owner)}"
+                f" {shown_key(earlier_key)}"
             )
-            # A key contains its instance id, so no record of this key was accepted, and there is
-            # nothing to remove.
+            # A key contains its instance id. So no record of this key was accepted before, and
+            # there is nothing to remove.
             self._reject(key, reason, changes)
             return
         self._leave_model(key, changes)
         model = instance.card.name
         self._records[key] = record
-        self._owners[instance.id] = key
+        self._key_of_id[instance.id] = key
         self._model_of[key] = model
         self._models.setdefault(model, ModelCards()).put(key, instance, self._num_writes)
         changes.note(model, key)
@@ -185,7 +188,7 @@ class InstanceCache:
             changes.shares = SharesChanged(table)
 
     def _forget(self, key: str, changes: _Changes) -> None:
-        """Remove the record of a key, and its instance, if there are any."""
+        """Remove the record of a key and its instance, if the key has a record."""
         if self._records.pop(key, None) is None:
             return
         self._missing.pop(key, None)
@@ -194,7 +197,7 @@ class InstanceCache:
             changes.shares = SharesChanged(None)
             return
         _, instance_id = parse_instance_key(key)
-        del self._owners[instance_id]
+        del self._key_of_id[instance_id]
         self._leave_model(key, changes)
         if key in self._added:
             self._added.discard(key)
@@ -223,8 +226,8 @@ class InstanceCache:
             chosen = cards.choose()
             if before is None or before.card != chosen.card:
                 changes.chosen.append(CardChosen(chosen.card))
-            # Instances that did not change need a new check only if the chosen card requires
-            # something else of them now.
+            # Unchanged instances are checked again only if the chosen card now has other
+            # requirements for them.
             requires_same = before is not None and before.requires_same(chosen)
             checked_keys = keys if requires_same else cards.instances
             for key in checked_keys:
@@ -240,7 +243,7 @@ class InstanceCache:
         *,
         is_new: bool,
     ) -> None:
-        """Report whether an instance fits the chosen card, if it is new or this has changed."""
+        """Report whether an instance fits the chosen card, if this is new or has changed."""
         mismatch = chosen.mismatch(instance)
         if mismatch:
             if key in self._added:
@@ -253,7 +256,7 @@ class InstanceCache:
             changes.added.append(Added(instance))
 
     def _reject(self, key: str, reason: str, changes: _Changes) -> None:
-        """Report that a record is rejected, unless that is known or too many are rejected."""
+        """Report that a record is rejected, unless this was reported or too many are rejected."""
         shown = shown_key(key)
         known = self._rejected.get(shown)
         if known == reason:
@@ -270,7 +273,7 @@ class InstanceCache:
                 return
             log.warning("etcd record rejected: %s (key %s)", reason, shown)
         self._rejected[shown] = reason
-        changes.rejections.append(Rejected(shown, reason))
+        changes.rejections.append(RejectionChanged(shown, reason))
 
     def _clear_rejected(self, key: str, changes: _Changes) -> None:
         """Report that a key is no longer rejected, if it was."""
@@ -278,7 +281,7 @@ class InstanceCache:
             return
         shown = shown_key(key)
         if self._rejected.pop(shown, None) is not None:
-            changes.rejections.append(Rejected(shown, None))
+            changes.rejections.append(RejectionChanged(shown, None))
 
 
 class _Changes:
@@ -287,14 +290,17 @@ class _Changes:
     def __init__(self) -> None:
         self.removed: list[Removed] = []
         self.chosen: list[CardChosen] = []
-        self.rejections: list[Rejected] = []
+        self.rejections: list[RejectionChanged] = []
         self.added: list[Added] = []
         self.shares: SharesChanged | None = None
-        # Changed models, with the keys of their new and changed instances.
+        # The keys of the new and changed instances of each changed model.
         self.keys_of: dict[str, dict[str, None]] = {}
 
     def note(self, model: str, key: str | None = None) -> None:
-        """Note that the instances of a model changed. `key`: of one that is new or changed."""
+        """Note that the instances of a model have changed.
+
+        `key` is the key of an instance that is new or changed, if there is one.
+        """
         keys = self.keys_of.setdefault(model, {})
         if key is not None:
             keys[key] = None

@@ -1,7 +1,7 @@
 """Implement discovery within one process (`--etcd-endpoints memory://`).
 
-Several `MemoryDiscovery` share `InstanceRecords`, as processes share etcd. They may run on event
-loops of several threads.
+Several objects of `MemoryDiscovery` share one `InstanceRecords`, as processes share etcd. They may
+run on event loops of several threads.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dynamo_trtllm.cluster.shared_by_address import SharedByAddress
 from dynamo_trtllm.protocol.messages import Instance
 from dynamo_trtllm.protocol.shares import ShareTable
 
-_Change = tuple[str, bytes | None]  # key, record; None: deleted
+_Change = tuple[str, bytes | None]  # a key and its new record; None: it was deleted
 
 
 class _Watcher:
@@ -37,14 +37,14 @@ class _Watcher:
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
         self._loop = asyncio.get_running_loop()
-        self.changes: asyncio.Queue[_Change | None] = asyncio.Queue()  # None: no more
+        self.changes: asyncio.Queue[_Change | None] = asyncio.Queue()  # None: no change follows
 
     def notify(self, change: _Change) -> None:
         """Add a change to the queue if it is under the prefix. Callable from any thread."""
         key, _ = change
         if not key.startswith(self._prefix):
             return
-        # RuntimeError: the event loop was closed before its discovery.
+        # RuntimeError: the event loop was closed before `MemoryDiscovery.aclose`.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self.changes.put_nowait, change)
 
@@ -56,7 +56,7 @@ class InstanceRecords:
         self._records: dict[str, bytes] = {}
         self._versions: dict[str, int] = {}  # how often each key was written
         self._watchers: list[_Watcher] = []
-        # Watchers are notified while it is held, so that they see changes in the order of the
+        # Watchers are notified while this lock is held. So they get the changes in the order of the
         # writes.
         self._changing = threading.Lock()
 
@@ -66,7 +66,7 @@ class InstanceRecords:
             self._put(key, record)
 
     def put_if_unchanged(self, key: str, record: bytes, version: int) -> bool:
-        """Write a record like `put`, if this is the version of its key; else return False."""
+        """Write a record like `put` if its key has this version. Otherwise return False."""
         with self._changing:
             if self._version(key) != version:
                 return False
@@ -144,9 +144,9 @@ class MemoryRegistration:
 
 
 class MemoryLeadership:
-    """A `Leadership` in `InstanceRecords`. Nothing ends it but `aclose`.
+    """A `Leadership` in `InstanceRecords`. It does not expire.
 
-    The epoch is the number of writes to its key.
+    The epoch is the number of times that the key of the planner was written.
     """
 
     def __init__(self, records: InstanceRecords, key: str, epoch: int) -> None:
@@ -169,12 +169,12 @@ class MemoryDiscovery:
     """A `Discovery` in `InstanceRecords`.
 
     Args:
-        records: shared with the other members of the cluster; None: records of its own.
+        records: the records, which other members of the cluster share. None: new records.
     """
 
     def __init__(self, records: InstanceRecords | None = None) -> None:
         self._records = records or InstanceRecords()
-        self._registrations: dict[str, MemoryRegistration] = {}  # registrations by key
+        self._registrations: dict[str, MemoryRegistration] = {}  # the registrations, by key
         self._watchers: list[_Watcher] = []
         self._closed = False
 
@@ -227,8 +227,8 @@ class MemoryDiscovery:
         record = written_share_table(table)
         return self._records.put_if_unchanged(share_key(namespace), record, version)
 
-    async def lead_planners(self, namespace: str, name: str) -> MemoryLeadership | None:
-        """See `Discovery.lead_planners`."""
+    async def try_to_lead(self, namespace: str, name: str) -> MemoryLeadership | None:
+        """See `Discovery.try_to_lead`."""
         key = planner_key(namespace)
         if not self._records.put_if_unchanged(key, name.encode(), 0):
             return None

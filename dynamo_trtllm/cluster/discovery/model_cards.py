@@ -1,8 +1,8 @@
 """Choose the card of a model that frontends use, and decide which instances fit it.
 
-The workers of a model have equal cards, but any client of etcd can write a record with another one.
-So the instances vote with their cards: a single record, however old it is, can't take over a model
-that has two other instances. The module does no I/O and reads no clock.
+The workers of a model have equal cards, but any client of etcd can write a record with another
+card. So the card of most instances is chosen. If a model has two instances, a single other record
+can't change the card, even if it is older. The module does no I/O and reads no clock.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from typing import NamedTuple
 
 from dynamo_trtllm.protocol.messages import Instance, ModelDeploymentCard, Role, encode
 
-_TOKENIZER = "tokenizer.json"  # name in the files of a card
+_TOKENIZER = "tokenizer.json"  # the name of the tokenizer in the files of a card
 
 
 class CardKind(NamedTuple):
-    """What must be equal in the cards of all instances: requests are rendered with it.
+    """The values that must be equal in the cards of all instances.
 
-    Parsers, chat template and sampling defaults may differ, as they do while a new release is
-    rolled out.
+    Frontends render requests with these values. Parsers, chat template and sampling defaults may
+    differ, for example while a new release is rolled out.
     """
 
     vocab_size: int
     renderer: str
-    tokenizer: str  # SHA-256 of its file; "": there is none
+    tokenizer: str  # SHA-256 of the file of the tokenizer; "": the card has no tokenizer
 
     @classmethod
     def of(cls, card: ModelDeploymentCard) -> CardKind:
@@ -32,22 +32,22 @@ class CardKind(NamedTuple):
 
 
 class ChosenCard(NamedTuple):
-    """The card that frontends use for a model, and the least context that decode workers need."""
+    """The card that frontends use for a model, and its requirements for instances."""
 
     card: ModelDeploymentCard
     kind: CardKind
-    # The smallest context length of decode and aggregated instances.
+    # Decode and aggregated instances must have at least this context length.
     min_context_length: int
 
     def requires_same(self, other: ChosenCard) -> bool:
-        """Return whether the same instances fit another card."""
+        """Return whether another chosen card has the same requirements."""
         return (self.kind, self.min_context_length) == (other.kind, other.min_context_length)
 
     def mismatch(self, instance: Instance) -> str:
-        """Return why the card of an instance of this model does not fit; "" if it fits.
+        """Return why the card of an instance of this model does not fit, or "" if it fits.
 
-        The context length of prefill workers may be shorter: they reject prompts that are too long
-        for them.
+        The context length of prefill workers may be shorter, because they reject prompts that are
+        too long for them.
         """
         card = instance.card
         kind = CardKind.of(card)
@@ -70,19 +70,21 @@ def _mismatch(field: str, own: object, chosen: object) -> str:
 
 
 class _Votes:
-    """The instances that have one card or one kind of card, by key, in the order of their writes.
+    """The instances that have the same card, or the same kind of card.
 
-    The values are the numbers of the writes.
+    The dicts have the number of the last write of each record, by key. They are in the order of
+    these writes.
     """
 
     def __init__(self) -> None:
         self.all: dict[str, int] = {}
-        self.decode: dict[str, int] = {}  # decode and aggregated instances
+        self.decode: dict[str, int] = {}  # only decode and aggregated instances
 
     @property
     def first_write(self) -> int:
-        """The number of the oldest record: of a decode instance, if there is one."""
-        return next(iter((self.decode or self.all).values()))
+        """The number of the oldest write, of decode and aggregated instances if there are some."""
+        numbers = self.decode or self.all
+        return next(iter(numbers.values()))
 
 
 class _CardsOfKind:
@@ -97,10 +99,12 @@ class _CardsOfKind:
 class ModelCards:
     """The cards of the instances of one model.
 
-    First, the kind that most instances have is chosen. Then, among its cards, one that decode or
-    aggregated instances have, because its context length limits prompt and output; of these, the
-    one that most instances have. If several have equally many, the last choice stays; without a
-    last choice, the kind or card whose oldest record was written first is chosen.
+    First, the kind of card is chosen that most instances have. Then one of its cards is chosen.
+    Cards of decode or aggregated instances come first, because their context length limits prompt
+    and output. Of these, the card is chosen that most instances have.
+
+    If several kinds or cards have equally many instances, the last choice stays. If there is no
+    last choice, the kind or card is chosen whose oldest record was written first.
     """
 
     def __init__(self) -> None:
@@ -108,12 +112,12 @@ class ModelCards:
         self.instances: dict[str, Instance] = {}
         self.chosen: ChosenCard | None = None
         self._kinds: dict[CardKind, _CardsOfKind] = {}
-        # The last choice. None: nothing was chosen yet, or the choice has no instance any more.
+        # The last choice. None: nothing was chosen yet, or the choice has no instances any more.
         self._last_kind: CardKind | None = None
         self._last_card: bytes | None = None
 
     def put(self, key: str, instance: Instance, number: int) -> None:
-        """Add an instance whose record was written just now. `number`: of the write."""
+        """Add an instance whose record was just written. `number` is the number of the write."""
         self.discard(key)
         self.instances[key] = instance
         of_kind = self._kinds.setdefault(CardKind.of(instance.card), _CardsOfKind())
@@ -124,7 +128,7 @@ class ModelCards:
                 voters.decode[key] = number
 
     def discard(self, key: str) -> None:
-        """Remove an instance if it is there."""
+        """Remove an instance, if the model has it."""
         instance = self.instances.pop(key, None)
         if instance is None:
             return
@@ -145,7 +149,7 @@ class ModelCards:
                 self._last_kind = None
 
     def choose(self) -> ChosenCard:
-        """Choose the card again. There must be an instance."""
+        """Choose the card again. The model must have an instance."""
         kind = max(self._kinds, key=self._rank_of_kind)
         cards = self._kinds[kind].cards
 

@@ -1,8 +1,9 @@
 """Encode instance records and their keys, and validate them.
 
-Any client of etcd can write them. The types of numbers check their ranges; the other checks are in
-this module. A record that fails a check is rejected. Unknown fields are ignored. Unknown names of
-renderers and parsers are accepted here; the frontend checks them when it uses them.
+Any client of etcd can write records, so they are checked. The types of numbers check the ranges of
+numbers. All other checks are in this module. A record that fails a check is rejected. Unknown
+fields are ignored. Unknown names of renderers and parsers are accepted here, because the frontend
+checks them when it uses them.
 """
 
 from __future__ import annotations
@@ -32,16 +33,17 @@ _MAX_EOS_IDS: Final = 1024
 _MAX_FILES: Final = 32
 _MAX_PAIRING: Final = 64
 _MAX_FEATURES: Final = 256
-_SHORT: Final = 64  # characters of a kind, such as "torch" or "bfloat16"
-_LONG: Final = 256  # characters of other names, and of a version
-_PATH: Final = 4096  # characters of a value in `kv_compat`, such as the folder of the model
+# These are the most characters of a text.
+_SHORT: Final = 64  # of a kind, such as "torch" or "bfloat16"
+_LONG: Final = 256  # of another name, or of a version
+_PATH: Final = 4096  # of a value in `kv_compat`, such as the folder of the model
 _MAX_FILE_NAME: Final = 255
-_SHOWN: Final = 80  # characters of a value in a reason
-_MAX_REASON: Final = 400  # characters of a reason
-_SHOWN_CHARACTERS: Final = 256  # characters of a key that messages show
-_SHOWN_HEAD: Final = 200  # characters of a longer key, before its hash
+_SHOWN: Final = 80  # of a value in a reason
+_MAX_REASON: Final = 400  # of a reason
+_SHOWN_CHARACTERS: Final = 256  # of a key in a message
+_SHOWN_HEAD: Final = 200  # of the beginning of a longer key, before its hash
 
-# There are no leading zeros, so that one id has one key.
+# Leading zeros are not allowed, so that each id has only one key.
 _ID = re.compile(r"0|[1-9a-f][0-9a-f]{0,15}")
 # A log line with one of these characters may become two lines.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
@@ -50,7 +52,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class EndpointId(NamedTuple):
-    """Name of an endpoint in a deployment, which all workers of a role share."""
+    """The name of an endpoint in a deployment. All workers of a role share it."""
 
     namespace: str
     component: str
@@ -84,7 +86,8 @@ def instance_key(endpoint_id: EndpointId, instance_id: int) -> str:
 def parse_instance_key(key: str) -> tuple[EndpointId, int]:
     """Return the endpoint and the instance id of a key.
 
-    Raise ValueError if it is not a key of `instance_key`.
+    Raises:
+        ValueError: the key does not have the form of `instance_key`.
     """
     parts = key.split("/")
     if len(parts) != 6 or f"{parts[0]}/{parts[1]}" != PREFIX or not _ID.fullmatch(parts[5]):
@@ -95,9 +98,9 @@ def parse_instance_key(key: str) -> tuple[EndpointId, int]:
 def shown_key(key: str) -> str:
     """Return a key escaped like `repr` and shortened.
 
-    A shortened key ends with its hash to differ from others.
+    A shortened key ends with its hash, so that it differs from other shortened keys.
     """
-    # Without the quotes. One character more than is shown reveals a longer key.
+    # Leave out the quotes of `repr`. One character more than is shown reveals a longer key.
     text = repr(key[: _SHOWN_CHARACTERS + 1])[1:-1]
     if len(text) <= _SHOWN_CHARACTERS:
         return text
@@ -155,7 +158,7 @@ def read_instance(key: str, record: bytes) -> Instance:
 
 
 def _with_role(instance: Instance) -> Instance:
-    """Return a decoded instance with its role. For an elastic one, the record has another role.
+    """Return a decoded instance with its role. The record of an elastic worker has another role.
 
     Raises:
         BadRecord: the instance can't be elastic.
@@ -175,8 +178,8 @@ def _with_role(instance: Instance) -> Instance:
 def _in_record(instance: Instance) -> Instance:
     """Return an instance as it is written.
 
-    Frontends of earlier versions do not know the role of elastic workers. They use one as an
-    aggregated worker.
+    Frontends of earlier versions do not know the role of elastic workers. They take such a worker
+    for an aggregated worker.
     """
     if instance.role is not Role.ELASTIC:
         return instance
@@ -216,7 +219,7 @@ def check_model_name(name: str) -> None:
 
 
 def _check_place(instance: Instance, endpoint: EndpointId, instance_id: int) -> None:
-    """Check that id, endpoint and subject match the key, on which puts, deletes and leases act."""
+    """Check that id, endpoint and subject of an instance match the key of its record."""
     if instance.id != instance_id:
         raise BadRecord(f"id is {instance_id:x} in the key and {instance.id:x} in the record")
     own = endpoint_of(instance)

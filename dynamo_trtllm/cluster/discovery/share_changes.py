@@ -19,9 +19,10 @@ from dynamo_trtllm.protocol.errors import Overloaded, Unreachable, VersionMismat
 from dynamo_trtllm.protocol.messages import WIRE_VERSION, Instance, Role, encode
 from dynamo_trtllm.protocol.shares import ALL_WORK, MAX_CHANGES, ShareChange, Shares, ShareTable
 
-# Attempts of one change. Another one is needed only if other clients write at the same moment.
+# Most attempts of one change. A second attempt is needed only if another client writes at the same
+# moment.
 _MAX_ATTEMPTS: Final = 5
-# The most of the history of a table, encoded. Frontends accept a whole table of four times this.
+# Most bytes of the encoded history of a table. Frontends accept a table of four times this size.
 _MAX_HISTORY_BYTES: Final = 64 << 10
 
 
@@ -54,17 +55,18 @@ def changed_table(
     """Return the table that replaces a stored one.
 
     Args:
-        stored: the stored one. If it is invalid, nothing of it stays.
+        stored: the stored table. If it is invalid, nothing of it is used.
         changes: the shares to set, by instance id.
         registered: the shares with which workers have registered, by instance id. Stored shares of
             other workers are left out.
-        epoch: of the writer; None: that of the stored table.
+        epoch: the epoch of the writer. None: the epoch of the stored table.
         reason: why the shares change.
-        writer: the process that changes them.
-        now: seconds since the epoch (Unix).
+        writer: the process that changes the shares.
+        now: Unix time in seconds.
 
     Returns:
-        None: a writer with a higher epoch has written the stored one, and replaces this writer.
+        The table. None: a writer with a higher epoch has written the stored table. That writer has
+        replaced this one.
     """
     before = stored.table or ShareTable()
     if epoch is None:
@@ -104,7 +106,8 @@ def _latest(history: list[ShareChange]) -> tuple[ShareChange, ...]:
         num_bytes += len(encode(change))
         if num_bytes > _MAX_HISTORY_BYTES:
             if not latest:
-                # A change of a thousand workers. Their shares are in the table itself.
+                # The latest change alone is too large, because it has a thousand workers. Their
+                # shares are left out here. The table itself has them.
                 latest.append(msgspec.structs.replace(change, before={}, after={}))
             break
         latest.insert(0, change)
@@ -124,10 +127,10 @@ async def change_shares(
 ) -> ShareTable | None:
     """Change the shares of some elastic workers with one write.
 
-    Arguments are those of `changed_table`. Calls in flight are not affected.
+    The arguments are those of `changed_table`. Running calls stay where they are.
 
     Returns:
-        The table that was written; None: a writer with a higher epoch has replaced this one.
+        The table that was written. None: a writer with a higher epoch has replaced this writer.
 
     Raises:
         ConfigError: frontends would reject these shares.
@@ -137,8 +140,8 @@ async def change_shares(
     """
     for _ in range(_MAX_ATTEMPTS):
         stored = await discovery.read_shares(namespace)
-        if stored.is_other_version:
-            # Frontends of that version would reject what this process writes.
+        if stored.is_from_incompatible_release:
+            # Frontends of that release would reject the table of this process.
             raise VersionMismatch(f"the shares of namespace {namespace} stay: {stored.problem}")
         table = changed_table(
             stored,

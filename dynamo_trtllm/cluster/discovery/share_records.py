@@ -1,7 +1,8 @@
-"""Encode the share table of a namespace, and validate it; name its key and that of the planner.
+"""Encode and validate the share table of a namespace, and define its key and the planner's key.
 
-These keys have the prefix of the instances of the namespace, so that one watch has all of them, and
-the same users may read them. Frontends of earlier versions log once that they reject these records.
+Both keys have the prefix of the instances of the namespace. So one watch reports all of them, and
+the same users may read them. Frontends of earlier versions log once that they reject the records of
+these two keys.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class _OtherVersion(BadRecord):
     """The writer has a wire version that this process does not understand."""
 
 
-# No key of an instance has this form, because it has fewer parts.
+# The last parts of the two keys. These keys have fewer parts than the key of an instance, so they
+# are never equal.
 _SHARES: Final = "shares"
 _PLANNER: Final = "planner"
 _PARTS: Final = len(PREFIX.split("/")) + 2
@@ -41,7 +43,7 @@ def share_key(namespace: str) -> str:
 
 
 def is_share_key(key: str) -> bool:
-    """Return whether a key under the prefix of a namespace is that of its share table."""
+    """Return whether a key under the prefix of a namespace is the key of the share table."""
     return key.endswith(f"/{_SHARES}") and key.count("/") == _PARTS - 1
 
 
@@ -51,7 +53,7 @@ def planner_key(namespace: str) -> str:
 
 
 def is_planner_key(key: str) -> bool:
-    """Return whether a key under the prefix of a namespace is that of its planner."""
+    """Return whether a key under the prefix of a namespace is the key of the planner."""
     return key.endswith(f"/{_PLANNER}") and key.count("/") == _PARTS - 1
 
 
@@ -78,7 +80,7 @@ def read_share_table(record: bytes) -> ShareTable:
 
 
 def _check_texts(table: ShareTable) -> None:
-    """Raise BadRecord if a text of the table is too long, or its history is."""
+    """Raise BadRecord if the history or a text of the table is too long."""
     reasons = [table.reason, *(change.reason for change in table.history)]
     longest_reason = max(map(len, reasons))
     if longest_reason > MAX_REASON_CHARACTERS:
@@ -95,20 +97,25 @@ def _check_texts(table: ShareTable) -> None:
 
 
 def stored_shares(record: bytes | None, version: int) -> StoredShares:
-    """Return the share table of a stored record, which is None if there is no record."""
+    """Return the share table in a stored record. None: no record is stored."""
     if record is None:
-        return StoredShares(None)
+        return StoredShares(table=None)
     try:
-        return StoredShares(read_share_table(record), version)
+        return StoredShares(table=read_share_table(record), version=version)
     except BadRecord as exc:
-        return StoredShares(None, version, str(exc), isinstance(exc, _OtherVersion))
+        return StoredShares(
+            table=None,
+            version=version,
+            problem=str(exc),
+            is_from_incompatible_release=isinstance(exc, _OtherVersion),
+        )
 
 
 def written_share_table(table: ShareTable) -> bytes:
     """Return the encoded share table.
 
     Raises:
-        ConfigError: frontends would reject it.
+        ConfigError: frontends would reject the table.
     """
     record = encode(table)
     try:

@@ -1,4 +1,4 @@
-"""Call workers over a transport: requests with their streams, and control requests."""
+"""Send requests and control requests to workers over a transport, and receive the streams."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from dynamo_trtllm.support.background import BackgroundTasks, cancel_all
 
 log = logging.getLogger(__name__)
 
-_CANCELS_AT_ONCE = 1024  # further cancels follow after the next report
+_CANCELS_PER_REPORT = 1024  # further cancels are sent after the next report
 _CLOSED = "the request plane is closed"
 
 
@@ -58,24 +58,25 @@ _CLOSED = "the request plane is closed"
 class PlaneLimits:
     """Time-outs of a plane, and limits of the buffers of its transport."""
 
-    ack_timeout_s: float = 2.0  # limit until a worker acknowledges a request
-    # Limit until a worker that has not acknowledged a request replies to a ping.
+    ack_timeout_s: float = 2.0  # longest wait for a worker's acknowledgment of a request
+    # Longest wait for the reply to a ping. The ping checks whether the worker still listens.
     listener_timeout_s: float = 0.5
     # A lost message is detected within twice this time, a dead peer within three times.
     ping_interval_s: float = 3.0
-    # Bytes that one subscription may receive while the event loop is busy.
+    # Most bytes that one subscription may receive while the event loop is busy.
     received_bytes: int = 512 << 20
-    unsent_bytes: int = 64 << 20  # bytes that wait to be written; beyond, messages are dropped
+    # Most bytes that may wait to be written. Further messages are dropped.
+    unsent_bytes: int = 64 << 20
 
 
 DEFAULT_LIMITS: Final = PlaneLimits()
 
 
 class PlaneClient:
-    """A caller of workers. Its `RequestPlane` creates and closes it.
+    """The caller's side of a `RequestPlane`, which creates and closes it.
 
     Args:
-        transport: the transport, which the plane owns.
+        transport: the transport. The plane owns it.
         limits: time-outs of the plane.
         tasks: owner of the background tasks.
         on_unreadable: called with the error of each message that can't be read.
@@ -98,14 +99,15 @@ class PlaneClient:
         self._subscribe_lock = asyncio.Lock()  # the first two callers must not both subscribe
         # The running streams, by subject of the worker, then by number.
         self._running: dict[str, dict[int, StreamReceiver]] = {}
-        self._num_ended_frames = 0  # frames of the ended streams of all workers
-        # For each worker with running streams, by subject: the number of frames of its ended
-        # streams, counted from a start value (see `generate`).
-        self._ended_frames: dict[str, int] = {}
-        # The subjects of streams that were closed before their last frame arrived, by number of the
-        # stream. The latest one is last.
+        # The number of frames that came for streams that have ended, over all workers.
+        self._num_frames_of_ended_streams = 0
+        # The same number for each worker with running streams, by subject. The count does not begin
+        # at 0, see `generate`.
+        self._num_frames_by_subject: dict[str, int] = {}
+        # The streams that workers were told to cancel: the subject of the worker, by number of the
+        # stream. The latest stream is last.
         self._cancelled: dict[int, str] = {}
-        self._num_pings = 0  # number of pings that were sent to all workers
+        self._num_pings = 0  # number of pings that were sent, over all workers
         self._on_unreadable = on_unreadable
         self._on_load: Callable[[LoadReport], None] | None = None
         self._heartbeat = Heartbeat(
@@ -124,16 +126,17 @@ class PlaneClient:
     def generate(self, subject: str, request: GenerateRequest, on_event: OnEvent) -> StreamReceiver:
         """Start one call.
 
-        Its chunks come as events, in order and without gaps; see `streams.Generator.generate`.
-
-        Cancelling the stream sends a cancel to the worker, without waiting.
+        The chunks of the call come as events, in order and without gaps, see
+        `streams.Generator.generate`. Cancelling the stream sends a cancel to the worker, and does
+        not wait for it.
 
         Args:
             subject: request-plane address of a worker's `generate`.
             request: the call.
             on_event: receives the events.
 
-        Errors that end a stream, beside those of the worker, which come as the same class:
+        If the worker fails the call, the stream ends with an error of the worker's class. These
+        other errors end a stream:
             Unreachable: no worker acknowledges the request in time.
             WorkerDied: the worker had the request, and no process listens at `subject` any more.
             StreamIncomplete: a frame is missing, or the stream ends without a terminal chunk.
@@ -152,14 +155,16 @@ class PlaneClient:
         self._inbox[number] = receiver
         if subject not in self._running:
             self._running[subject] = {}
-            # The start value `_num_ended_frames` never falls. So what `_num_received` returns for
-            # this worker never falls, not even if all its streams have ended in between.
-            self._ended_frames[subject] = self._num_ended_frames
+            # The heartbeat compares two values of `_num_received` for this worker, to see whether a
+            # frame came in between. Therefore the value must not fall, not even if all streams of
+            # the worker end in between and new ones start. So the count does not begin at 0, but at
+            # a number that never falls.
+            self._num_frames_by_subject[subject] = self._num_frames_of_ended_streams
         self._running[subject][number] = receiver
         left_s = request.deadline - time.time()
         deadline_timer = loop.call_later(left_s, _deadline_passed, receiver)
-        opening = self._open(subject, number, request, receiver)
-        receiver.run(opening, f"plane-open-{request.request_id}")
+        opened = self._open(subject, number, request, receiver)
+        receiver.run(opened, f"plane-open-{request.request_id}")
         return receiver
 
     def _ended(self, subject: str, number: int, deadline_timer: asyncio.TimerHandle) -> None:
@@ -167,15 +172,15 @@ class PlaneClient:
         self._inbox.pop(number, None)
         running = self._running[subject]
         num_frames = running.pop(number).num_received
-        self._ended_frames[subject] += num_frames
-        self._num_ended_frames += num_frames
+        self._num_frames_by_subject[subject] += num_frames
+        self._num_frames_of_ended_streams += num_frames
         if not running:
             del self._running[subject]
-            del self._ended_frames[subject]
+            del self._num_frames_by_subject[subject]
 
     def _send_cancel(self, subject: str, number: int, *, awaits_kv: bool) -> None:
-        # The last frame of a stream that awaits KV may still offer it. So such a stream is not
-        # cancelled again.
+        # `_compare` cancels the streams in `_cancelled` again while the worker reports them. This
+        # must not happen to a stream whose last frame may still offer KV.
         if not awaits_kv:
             remember(self._cancelled, number, subject)
         self._cancel(subject, number, awaits_kv=awaits_kv)
@@ -198,13 +203,13 @@ class PlaneClient:
 
         Args:
             subject: request-plane address of a worker's `generate`.
-            num_pings: how many pings are sent at most while none is answered. The first ping to a
-                process that has just ended may be lost, because the NATS server closes its
-                subscriptions a moment later.
+            num_pings: most pings that are sent while none is answered. If a process has just ended,
+                the first ping may be lost, because the NATS server closes the subscriptions of the
+                process a moment later.
 
         Raises:
-            WorkerDied: no process listens. Not raised if it hangs, or if this process has no
-                connection.
+            WorkerDied: no process listens. The error is not raised if the worker hangs, or if this
+                process has no connection.
         """
         for _ in range(num_pings):
             try:
@@ -222,15 +227,17 @@ class PlaneClient:
     ) -> Unsubscribe:
         """Call `on_load` with each report of the load of a namespace's workers.
 
-        Reports are broadcast, or come beside a stream's frames. Return the function that ends the
-        subscription to the broadcast ones.
+        Workers broadcast reports, and also send them together with frames of streams.
+
+        Returns:
+            The function that ends the subscription to broadcast reports.
         """
 
         def receive(data: bytes, _: str) -> None:
             try:
                 report = decode(data, LoadReport)
             except errors.BadFrame as exc:
-                # Unreadable reports that come with frames are skipped, too.
+                # The report is skipped. `read_batch` does the same for a report with frames.
                 self._on_unreadable(exc)
                 return
             on_load(report)
@@ -239,7 +246,7 @@ class PlaneClient:
         return await self._transport.subscribe(load_subject(namespace), receive)
 
     async def aclose(self) -> None:
-        """End all calls; their callers get `Disconnected`. Idempotent."""
+        """End all calls with `Disconnected`. Idempotent."""
         self._is_closed = True
         self._inbox.fail_all(errors.Disconnected(_CLOSED))
         await asyncio.gather(*self._opening, return_exceptions=True)
@@ -253,8 +260,8 @@ class PlaneClient:
         """Subscribe to the inbox, unless this was done before."""
         async with self._subscribe_lock:
             if self._unsubscribe is None:
-                # Messages are received in the context of this task. It is an empty one, because log
-                # lines must not have the id of the first request.
+                # Messages are received in the context of this task. The context is empty. Otherwise
+                # all log lines of received messages would have the id of the first request.
                 subscribing = asyncio.get_running_loop().create_task(
                     self._transport.subscribe(
                         self._inbox_subject, self._on_message, self._inbox.pass_on
@@ -275,8 +282,8 @@ class PlaneClient:
         left_s = request.deadline - time.time()
         if left_s <= 0:
             raise errors.DeadlineExceeded("the request's deadline had passed before it was sent")
-        opening = OpenStream(number, self._inbox_subject, request, left_s, WIRE_VERSION)
-        data = self._encode_checked(ClientMessage(opening))
+        message = OpenStream(number, self._inbox_subject, request, left_s, wire=WIRE_VERSION)
+        data = self._encode_checked(ClientMessage(message))
         try:
             reply = await self._transport.request(
                 subject, data, timeout_s=min(left_s, self._limits.ack_timeout_s)
@@ -289,10 +296,13 @@ class PlaneClient:
             # If frames have arrived, only the acknowledgment was lost.
             if not receiver.num_received:
                 if not isinstance(exc, errors.NoListener):
+                    # If the worker has ended, this raises WorkerDied instead of Unreachable.
                     await self.check_listener(subject)
                 raise
         else:
             _ack_data(reply)
+        # `compare_with_worker` ignores replies to this ping and earlier ones. The worker may have
+        # replied to them before it had the stream.
         receiver.last_ping_before_ack = self._num_pings
 
     def _encode_checked(self, value: ClientMessage | ControlRequest) -> bytes:
@@ -319,7 +329,8 @@ class PlaneClient:
         try:
             batch = read_batch(data, self._on_unreadable)
         except errors.BadFrame:
-            # The message does not show its streams. Those that lost a frame end at the next ping.
+            # It is not known which streams the message was for. A stream that has lost a frame by
+            # this ends after the next ping.
             return
         self._inbox.add(batch.frames)
         if batch.load is not None and self._on_load is not None:
@@ -328,51 +339,55 @@ class PlaneClient:
             self._compare(batch.report)
 
     def _compare(self, report: StreamReport) -> None:
-        """End streams that lost a message.
-
-        Cancel streams of the worker that this process no longer reads.
-        """
-        # Frames that came before this report count.
+        """End streams that have lost a frame, and repeat cancels that were lost."""
+        # First handle the frames that came before this report.
         self._inbox.pass_on()
-        sent = dict(report.streams)
+        num_sent_by_stream = dict(report.streams)
         running = self._running.get(report.subject, {})
+        # Without a ping, the report may have overtaken frames, which are not lost.
         if report.ping:
             for number, receiver in list(running.items()):
-                receiver.compare_with_worker(report.ping, sent.get(number))
-        # The worker still sends streams whose cancel was lost or has not arrived yet. A stream that
-        # ended with its last frame must not be cancelled: the report may be old, or may list it
-        # because its KV transfer is pending.
-        still_sent = [number for number in sent if self._cancelled.get(number) == report.subject]
-        for number in still_sent[:_CANCELS_AT_ONCE]:
+                receiver.compare_with_worker(report.ping, num_sent_by_stream.get(number))
+        # If the worker still runs a stream that was cancelled, the cancel was lost or has not
+        # arrived yet. Streams outside of `_cancelled` are not cancelled. A stream that has ended
+        # with its last frame may be in the report because the report is old, or because the KV
+        # transfer of the stream is pending.
+        still_sent = [
+            number for number in num_sent_by_stream if self._cancelled.get(number) == report.subject
+        ]
+        for number in still_sent[:_CANCELS_PER_REPORT]:
             self._cancel(report.subject, number)
 
     def _num_received(self, subject: str) -> int:
         """Return a number that grows with each frame of the worker's streams.
 
-        0 if none runs.
+        0: no stream of the worker is running.
         """
         running = self._running.get(subject, {})
-        num_frames = sum(receiver.num_received for receiver in running.values())
-        return num_frames + self._ended_frames.get(subject, 0)
+        num_of_running = sum(receiver.num_received for receiver in running.values())
+        num_of_ended = self._num_frames_by_subject.get(subject, 0)
+        return num_of_running + num_of_ended
 
     def _ping_message(self, _subject: str) -> bytes:
         self._num_pings += 1
         return encode(ClientMessage(Ping(self._inbox_subject, self._num_pings)))
 
     def _worker_lost(self, subject: str, error: DynamoError) -> None:
-        """End the streams of a worker that has not replied to its heartbeat."""
+        """End the streams of a worker that has not replied to the heartbeat."""
         # If this process has lost its connection, the worker may be alive.
         lost_own_connection = isinstance(error, errors.Disconnected)
+        stream_error: DynamoError
         if lost_own_connection:
-            lost = error
+            stream_error = error
         elif isinstance(error, errors.NoListener):
-            lost = _died(subject, error)
+            stream_error = _died(subject, error)
         else:
-            lost = errors.Disconnected(f"the worker at {subject} is gone: {error.message}")
+            stream_error = errors.Disconnected(f"the worker at {subject} is gone: {error.message}")
         for receiver in list(self._running.get(subject, {}).values()):
-            # A stream that is not acknowledged ends with an error of its own, which says so.
+            # A stream that is not acknowledged is left to `_open`, which still awaits the worker's
+            # acknowledgment, and whose error is more exact.
             if lost_own_connection or receiver.is_acknowledged:
-                receiver.fail(lost)
+                receiver.fail(stream_error)
 
 
 def _record_disconnect(_error: DynamoError) -> None:
@@ -394,22 +409,23 @@ def _ack_data(reply: bytes) -> bytes:
     return answer.data
 
 
-_TIMEOUT_S = 5.0  # limit of one control request
-# Pauses between attempts. If all attempts fail, the worker frees the resource when it expires.
+_CONTROL_TIMEOUT_S = 5.0  # longest wait for the reply to one control request
+# The pauses between attempts. If all attempts fail, the worker frees the resource when it expires.
 _PAUSES_S = (0.2, 0.5, 1.0)
+_CLOSE_TIMEOUT_S = 5.0  # longest wait of `aclose` for the requests in progress
 
 
 class BackgroundControl:
-    """A sender of control requests, which owns their tasks. Close it after the last stream."""
+    """Sends control requests in background tasks. Close it after the last stream."""
 
     def __init__(self, plane: PlaneClient) -> None:
         self._plane = plane
         self._tasks: set[asyncio.Task[None]] = set()
 
     def send(self, worker: Instance, message: ReleaseKv | ReleaseSlot) -> None:
-        """Start sending and return at once.
+        """Start sending a request, and return at once.
 
-        Callers may be closing a cancelled stream, where they must not await.
+        Callers can't wait: a stream may call this while it is being cancelled.
         """
         task = asyncio.get_running_loop().create_task(self._send(worker, message))
         self._tasks.add(task)
@@ -424,15 +440,15 @@ class BackgroundControl:
             log.error("control request to a worker failed unexpectedly", exc_info=error)
 
     async def _send(self, worker: Instance, message: ReleaseKv | ReleaseSlot) -> None:
-        """Send a request. Try again while the worker can't be reached."""
-        for pause_s in (*_PAUSES_S, None):  # None: it is the last attempt
+        """Send a request, and repeat it while the worker can't be reached."""
+        for pause_s in (*_PAUSES_S, None):  # None: no attempt follows
             try:
-                await self._plane.control(worker.subject, message, timeout_s=_TIMEOUT_S)
+                await self._plane.control(worker.subject, message, timeout_s=_CONTROL_TIMEOUT_S)
                 return
             except DynamoError as exc:
                 may_succeed = isinstance(exc, errors.Disconnected | errors.Unreachable)
                 if pause_s is None or not may_succeed:
-                    # A worker that has exited has freed everything.
+                    # Unreachable: the worker has probably exited, which has freed its resources.
                     level = logging.INFO if isinstance(exc, errors.Unreachable) else logging.WARNING
                     text = "worker %x did not get %s (%s): %s"
                     log.log(level, text, worker.id, message, exc.code, exc.message)
@@ -440,8 +456,8 @@ class BackgroundControl:
             await asyncio.sleep(pause_s)
 
     async def aclose(self) -> None:
-        """Wait a bounded time for the requests in progress, then cancel them."""
+        """Wait for the requests in progress, and cancel those that take too long."""
         if not self._tasks:
             return
-        _, late = await asyncio.wait(self._tasks, timeout=_TIMEOUT_S)
+        _, late = await asyncio.wait(self._tasks, timeout=_CLOSE_TIMEOUT_S)
         await cancel_all(late)

@@ -1,7 +1,7 @@
 """Implement the request plane within one process (`--nats-server inproc://`).
 
-This plane works like the one over NATS, with an `InprocBus` as the server. Workers and frontends
-may run on event loops of several threads: each receives its messages on its own loop.
+This plane works like the plane over NATS, with an `InprocBus` as the server. Workers and frontends
+may run on event loops of several threads. Each receives its messages on its own event loop.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class InprocTransport:
     It delivers in order, in the next iteration of the receiver's event loop.
 
     Args:
-        bus: shared with the other transports of the cluster; None: a bus of its own.
+        bus: the bus, which the other transports of the cluster share. None: a new bus.
     """
 
     max_message_bytes = 1 << 20
@@ -139,7 +139,7 @@ class InprocTransport:
         return unsubscribe
 
     async def until_subscribed(self, timeout_s: float) -> None:
-        """Return at once: subscriptions are active when `subscribe` returns."""
+        """Return at once, because subscriptions are active when `subscribe` returns."""
 
     async def request(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:
         if self._closed:
@@ -190,7 +190,7 @@ class InprocPlane(RequestPlane):
 
     Args:
         limits: time-outs of the plane.
-        bus: shared with the other planes of the cluster; None: a bus of its own.
+        bus: the bus, which the other planes of the cluster share. None: a new bus.
         tasks: owner of the plane's background tasks.
         on_unreadable: called for each message that can't be read.
     """

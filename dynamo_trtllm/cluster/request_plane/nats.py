@@ -2,15 +2,15 @@
 
 The module works around these traps of nats-py 2.16:
 
-* An oversized message closes the client for good.
+* A message that is too large closes the client for good.
 * Only pings detect a frozen server.
 * A slow consumer loses messages silently.
-* After a `flush` was cancelled or timed out, its reply stops the read loop. So this module never
-  calls `flush`.
+* If a call of `flush` is cancelled or times out, its late reply stops the read loop. So this module
+  never calls `flush`.
 * `request` may return a reply that was for a cancelled caller. It also takes twice the CPU time of
-  the inbox that this module has for all replies. So it never calls `request` either.
-* `publish` waits while `pending_size` bytes are unsent, and swallows a cancellation meanwhile. So
-  `pending_size` is more than is ever unsent.
+  one inbox for all replies. So this module has such an inbox, and never calls `request`.
+* `publish` waits while `pending_size` bytes are unsent, and a cancellation of this wait is lost. So
+  this module sets `pending_size` to more bytes than are ever unsent.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ _PENDING_MESSAGES = 1 << 20
 # Time for which one subscription receives messages that arrived together, before it lets the event
 # loop do other work. nats-py makes no pause.
 RECEIVING_S = 0.003
-# A server closes the connection of a client that sends a line of more than 4096 bytes. A line has
-# this subject and that of the reply.
-_MAX_SUBJECT = 1024
+# Most characters of a subject. A server closes the connection of a client that sends a line of more
+# than 4096 bytes, and a line may have two subjects: of the message and of its reply.
+_MAX_SUBJECT_CHARS = 1024
 _DENIED_SUBSCRIPTION = f"{DENIED} for subscription"
 
 
 class Burst:
-    """Messages of one subscription that arrived together, and the time since their first one."""
+    """Messages of one subscription that arrived together. It limits the time until a pause."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -80,10 +80,10 @@ class Burst:
     def needs_pause(self, num_pending: int) -> bool:
         """Return whether to let the event loop do other work. Called after each message.
 
-        After the pause, the next message is the first of another burst.
+        After the pause, the next message begins a new burst.
 
         Args:
-            num_pending: further messages that have arrived.
+            num_pending: number of further messages that have arrived.
         """
         if not num_pending:
             self._begun_s = None
@@ -103,16 +103,16 @@ def _set_reply(reply: asyncio.Future[Msg | None], message: Msg | None) -> None:
 
 
 class NatsTransport:
-    """A `Transport` over one NATS connection, which reconnects for ever. Usable after `connect`.
+    """A `Transport` over one NATS connection. Usable after `connect`.
 
-    A task of `tasks` fails with Disconnected when the client stops reconnecting, as it does after a
-    protocol error.
+    The client reconnects again and again. After a protocol error it stops reconnecting. Then a task
+    of `tasks` fails with Disconnected.
 
     Args:
         url: address of the server.
         tasks: owner of the background task.
         access: how this process proves who it is.
-        limits: those of the buffers.
+        limits: the limits of the buffers.
 
     Raises:
         ConfigError: a file of credentials or certificates can't be read.
@@ -135,17 +135,20 @@ class NatsTransport:
         self._client = NatsClient(access)
         self._up = asyncio.Event()  # set while the client is connected
         self._on_disconnect: list[OnDisconnect] = []
-        self._outgoing: list[tuple[str, bytes]] = []  # for the next iteration of the event loop
-        # Number of messages that callbacks have published when they got the last report of a loss.
-        # They are the first ones of `_outgoing`.
+        # The published messages, as subject and data. The next iteration of the event loop sends
+        # them.
+        self._outgoing: list[tuple[str, bytes]] = []
+        # When the last loss was reported, the callbacks published this number of messages. These
+        # are the first ones in `_outgoing`.
         self._num_from_callbacks = 0
         self._is_waiting_logged = False
-        # Why the last attempt to connect failed: the server rejects this process, or TLS fails.
-        self._rejection = ""
-        self._tls_failure = ""
-        self._denied_subscription = ""  # last error of the server about a subscription
-        self._num_denied = 0  # messages and subscriptions that the server has denied to this user
-        # replies to requests, by the subject of the reply; None: it did not come in time
+        # Why the last attempt to connect failed. Both are "" while the client is connected.
+        self._rejection = ""  # the server's reason to reject this process
+        self._tls_failure = ""  # the error of TLS
+        self._denied_subscription = ""  # the server's last error about a subscription
+        # Number of messages and subscriptions that the server has denied to this user.
+        self._num_denied = 0
+        # The replies that are awaited, by the subject of the reply. None: no reply came in time.
         self._replies: dict[str, asyncio.Future[Msg | None]] = {}
         self._reply_numbers = itertools.count()
         self._reply_prefix = f"{self._client.new_inbox()}."
@@ -168,7 +171,7 @@ class NatsTransport:
                 reconnected_cb=self._on_reconnected,
                 closed_cb=self._on_closed,
             )
-            # This returns at once: the server does not confirm subscriptions.
+            # This returns at once, because the server does not confirm subscriptions.
             self._replies_subscription = await self._client.subscribe(
                 f"{self._reply_prefix}*", cb=self._on_reply
             )
@@ -187,7 +190,7 @@ class NatsTransport:
 
     @property
     def max_message_bytes(self) -> int:
-        return self._client.max_payload  # headers would count too, but none are sent
+        return self._client.max_payload  # the limit includes headers, which are never sent
 
     @property
     def is_writing(self) -> bool:
@@ -259,7 +262,8 @@ class NatsTransport:
     async def until_subscribed(self, timeout_s: float) -> None:
         """Wait until the server has accepted all subscriptions of this process, or denied one.
 
-        A message of this process to itself arrives after the errors of earlier subscriptions.
+        This process sends a message to itself. The server reports errors of earlier subscriptions
+        before it delivers the message.
 
         Raises:
             UserRejected: the server has denied a subscription.
@@ -284,13 +288,13 @@ class NatsTransport:
             )
 
     async def request(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:
-        """Send a request and return the reply.
+        """Send a request and return the reply, see `Transport.request`.
 
-        Without a connection, wait up to `timeout_s` for one first.
+        Without a connection, wait up to `timeout_s` for a connection first.
         """
-        if len(subject) > _MAX_SUBJECT:
+        if len(subject) > _MAX_SUBJECT_CHARS:
             raise Unreachable(
-                f"the subject has {len(subject)} characters; the limit is {_MAX_SUBJECT}"
+                f"the subject has {len(subject)} characters; the limit is {_MAX_SUBJECT_CHARS}"
             )
         if not self._up.is_set():
             await self._wait_for_connection(timeout_s)
@@ -309,7 +313,9 @@ class NatsTransport:
     async def _await_reply(
         self, reply_to: str, send: Callable[[], None], timeout_s: float
     ) -> Msg | None:
-        """Send a message and return the one that comes to `reply_to`; None: none came in time.
+        """Send a message, and return the reply that comes to the subject `reply_to`.
+
+        None: no reply came in time.
 
         Raises:
             Disconnected: the connection is lost.
@@ -350,18 +356,18 @@ class NatsTransport:
     def publish(self, subject: str, data: bytes) -> None:
         if not self._is_open:
             return
-        if len(subject) > _MAX_SUBJECT:
+        if len(subject) > _MAX_SUBJECT_CHARS:
             log.debug("message dropped: its subject has %d characters", len(subject))
             return
-        # The message is sent after this call. An error while sending ends all streams, and the end
-        # of a stream publishes a cancel: this function would be entered again before it has
-        # returned.
+        # The message is not sent within this call but soon after it. An error while sending ends
+        # all streams, and the end of a stream publishes a cancel. Within this call, that would call
+        # this function again before it has returned.
         if not self._outgoing:
             asyncio.get_running_loop().call_soon(self._send_outgoing)
         self._outgoing.append((subject, data))
 
     def _send_outgoing(self) -> None:
-        """Pass the published messages to the client. Report a loss once."""
+        """Pass the published messages to the client. If messages are lost, report it once."""
         outgoing = self._outgoing
         self._outgoing = []
         num_from_callbacks = self._num_from_callbacks
@@ -369,19 +375,21 @@ class NatsTransport:
         lost: Disconnected | None = None
         for number, (subject, data) in enumerate(outgoing):
             if self._client.pending_data_size >= self._limits.unsent_bytes:
-                # The loss of messages of these callbacks is not reported: at a report, they would
-                # publish more of them.
+                # Callbacks publish messages when a loss is reported to them. If the loss of these
+                # messages were reported, too, the callbacks would publish more of them, without
+                # end.
                 if number >= num_from_callbacks:
                     lost = self._overload_error()
                 continue
             try:
                 self._send(subject, data)
             except nats_errors.BadSubjectError:
-                # A remote caller has chosen this subject for its reply. Others lose no message.
+                # A remote caller has chosen this subject for its reply. No other caller loses a
+                # message, so no loss is reported.
                 log.debug("message dropped: invalid subject %r", subject)
             except (nats_errors.Error, OSError) as exc:
                 lost = Disconnected(f"sending to {subject} failed: {exc!r}")
-        # The loss is reported once, and after all messages are sent: a callback may raise.
+        # The loss is reported after all other messages are sent, because a callback may raise.
         if lost is not None:
             self._report_disconnect(lost)
             self._num_from_callbacks = len(self._outgoing)
@@ -393,14 +401,15 @@ class NatsTransport:
         )
 
     def _send(self, subject: str, data: bytes, reply_to: str = "") -> None:
-        """Pass a message to the client, which takes it without waiting."""
-        # The coroutine runs up to its first wait within this call. A task would begin it later.
-        sending = self._client.publish(subject, data, reply_to)
+        """Pass a message to the client, without waiting until it is written."""
+        # `send` runs the coroutine up to its first wait. A task would begin it only later.
+        publishing = self._client.publish(subject, data, reply_to)
         try:
-            sending.send(None)
+            publishing.send(None)
         except StopIteration:
             return
-        sending.close()  # the client has the message, and would only wait until it is written
+        # At its first wait, the coroutine has stored the message, and waits until it is written.
+        publishing.close()
 
     def try_publish(self, subject: str, data: bytes) -> bool:
         is_half_full = self._client.pending_data_size > self._limits.unsent_bytes // 2
@@ -429,14 +438,14 @@ class NatsTransport:
     # nats-py accepts real coroutine functions only.
 
     async def _on_error(self, error: Exception) -> None:
-        """Note, report or log an error of the client, by its kind."""
+        """Handle an error that the client reports: note, report or log it."""
         if isinstance(error, nats_errors.SlowConsumerError):
             lost = StreamIncomplete(
                 f"messages to {error.subject} were dropped because this process is overloaded"
             )
             self._report_disconnect(lost)
         elif not isinstance(error, nats_errors.Error | OSError | TimeoutError):
-            # The receiver of a message has failed: a bug.
+            # A bug: the receiver of a message has failed.
             log.error("NATS at %s: unexpected error", self._address, exc_info=error)
         elif isinstance(error, ssl.SSLError):
             self._note_tls_failure(error)
@@ -447,8 +456,8 @@ class NatsTransport:
             is_answer_of_server = isinstance(error, nats_errors.Error) and not isinstance(
                 error, TimeoutError
             )
-            # After a rejection, the server closes the connection. The error of that close must not
-            # replace the reason.
+            # After a rejection, the server closes the connection. The error of the closed
+            # connection must not replace the server's reason.
             if is_answer_of_server:
                 self._rejection = reason
             if not self._is_waiting_logged:
@@ -460,7 +469,7 @@ class NatsTransport:
             log.debug("NATS at %s: %r", self._address, error)
 
     def _note_rejection(self, reason: str) -> None:
-        """Note that the server rejects this process, which was connected before. Log it once."""
+        """Note that the server now rejects this process. Log it once."""
         is_known = bool(self._rejection)
         self._rejection = reason
         if not is_known:
@@ -474,17 +483,19 @@ class NatsTransport:
             log.error("%s; trying again", self._why_down())
 
     def _note_denied(self, reason: str) -> None:
-        """Log that this user may not do something. A stream may be denied many messages."""
+        """Log that the server has denied this user a message or a subscription."""
         if _DENIED_SUBSCRIPTION in reason:
             self._denied_subscription = reason
         self._num_denied += 1
-        if self._num_denied.bit_count() == 1:  # the 1st, 2nd, 4th, 8th …
+        # A stream may be denied many messages, so only the 1st, 2nd, 4th, 8th … error is logged.
+        is_power_of_two = self._num_denied.bit_count() == 1
+        if is_power_of_two:
             text = "NATS at %s denies this process something (%d times so far): %s"
             log.error(text, self._address, self._num_denied, reason)
 
     async def _on_disconnected(self) -> None:
         self._up.clear()
-        self._denied_subscription = ""  # the next connection may be that of another user
+        self._denied_subscription = ""  # another user may make the next connection
         if self._is_open:
             self._report_disconnect(Disconnected(f"connection to NATS at {self._address} lost"))
 
@@ -530,11 +541,11 @@ class NatsPlane(RequestPlane):
             tasks: owner of the plane's background tasks.
             on_unreadable: called for each message that can't be read.
             access: how this process proves who it is.
-            connect_timeout_s: time-out in seconds.
+            connect_timeout_s: longest wait for the server's answer.
 
         Raises:
             ConfigError: a file of credentials or certificates can't be read.
-            Unreachable: no server answers in time, or it rejects this process.
+            Unreachable: no server answers in time, or the server rejects this process.
         """
         tasks = tasks or BackgroundTasks()
         transport = NatsTransport(url, tasks, access, limits)

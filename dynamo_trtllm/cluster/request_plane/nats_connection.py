@@ -22,9 +22,10 @@ log = logging.getLogger(__name__)
 
 _MAX_KEY_BYTES: Final = 1 << 20
 _CLOSE_TIMEOUT_S = 2
-_CANCEL_AGAIN_S = 0.1  # between two cancels of a task
-_RECONNECT_S: Final = 0.1  # between two attempts
-# A rejection lasts until someone corrects the credentials, so the attempts become rarer.
+_CANCEL_AGAIN_S = 0.1  # time between two cancels of a task
+_RECONNECT_S: Final = 0.1  # time between two attempts to connect
+# The longest time between two attempts while the server rejects this process. The attempts become
+# less frequent, because a rejection lasts until someone corrects the credentials.
 _MAX_REJECTED_S: Final = 5.0
 _CONNECT_OPTIONS: Final[dict[str, Any]] = {
     "reconnect_time_wait": _RECONNECT_S,
@@ -40,11 +41,11 @@ class NatsAccess:
     """How a process proves to NATS who it is, and where it receives replies.
 
     Args:
-        inbox_prefix: begin of the subjects of its replies.
-        credentials_file: file with its user and password.
-        ca: PEM file of the CA of the server's certificate; None: those of the system.
+        inbox_prefix: begin of the subjects of replies to this process.
+        credentials_file: file with the user and the password of this process.
+        ca: PEM file of the CA of the server's certificate. None: the CAs of the system.
         cert: PEM file of the client certificate.
-        key: PEM file of its key.
+        key: PEM file of the key of the client certificate.
     """
 
     inbox_prefix: str = "_INBOX"
@@ -85,7 +86,7 @@ class NatsAccess:
         )
 
     def tls_context(self) -> ssl.SSLContext:
-        """Read the files and return a context for TLS. Raises OSError if one can't be used."""
+        """Read the files and return a context for TLS. Raises OSError if a file can't be used."""
         context = ssl.create_default_context(cafile=self.ca)
         if self.cert is not None and self.key is not None:
             try:
@@ -98,7 +99,8 @@ class NatsAccess:
 
 # Parts of the server's error texts, in lower case as nats-py passes them on.
 DENIED: Final = "permissions violation"
-# "authorization violation", "user authentication expired", "authentication timeout" and others
+# This is part of "authorization violation", "user authentication expired", "authentication timeout"
+# and others.
 _REJECTED: Final = "auth"
 NO_CREDENTIALS: Final = NatsAccess()
 
@@ -106,8 +108,10 @@ NO_CREDENTIALS: Final = NatsAccess()
 def is_rejection(error: Exception) -> bool:
     """Return whether the server has rejected the user of this process, or its password."""
     text = str(error).lower()
-    # A denied permission names a subject, in which other clients may have put anything.
-    return isinstance(error, nats_errors.Error) and DENIED not in text and _REJECTED in text
+    # The error of a denied permission names a subject. Another client may have chosen the subject,
+    # so `_REJECTED` may be in it by chance.
+    is_denied = DENIED in text
+    return isinstance(error, nats_errors.Error) and not is_denied and _REJECTED in text
 
 
 class NatsClient(Client):
@@ -122,10 +126,10 @@ class NatsClient(Client):
 
     def __init__(self, access: NatsAccess) -> None:
         super().__init__()
-        # Set by `connect_client`. It also holds for the servers that the first one names.
+        # Set by `connect_client`. It also holds for further servers that the first server names.
         self.requires_tls = False
         self._access = access
-        # `connect` would set it, but `new_inbox` is called before.
+        # `connect` would set this attribute, but `new_inbox` is called before `connect`.
         self._inbox_prefix = bytearray(access.inbox_prefix.encode())
         self._credentials_file: CredentialsFile | None = None
         self._credentials = Credentials("", "")
@@ -151,7 +155,7 @@ class NatsClient(Client):
         return options
 
     def identity(self, url: str) -> str:
-        """Return, as text for users, who this process says it is to the server of an address."""
+        """Return, as text for users, as which user this process logs in at an address."""
         if self._credentials_file is not None:
             return self._credentials_file.identity()
         if self._access.cert is not None:
@@ -161,8 +165,8 @@ class NatsClient(Client):
     async def _connect_to_server(self, s: Any) -> None:
         """Connect to a server.
 
-        The connection of a failed attempt is closed first: nats-py would only replace it, and the
-        garbage collector would close it some time.
+        The connection of a failed attempt is closed first. nats-py would only drop the connection,
+        so it would stay open until a garbage collection.
         """
         _abort_transport(self)
         await super()._connect_to_server(s)
@@ -179,7 +183,7 @@ class NatsClient(Client):
         self.options["reconnect_time_wait"] = _RECONNECT_S
 
     def _user(self) -> str:
-        """Read the file: the client asks for the user first, and then for the password."""
+        """Read the file, and return the user. The client calls this before `_password`."""
         assert self._credentials_file is not None
         self._credentials = self._credentials_file.current()
         return self._credentials.user
@@ -194,7 +198,8 @@ class NatsClient(Client):
     def _connect_command(self) -> bytes:
         """Return the first command, which may have a password.
 
-        nats-py sends it without TLS, also to a tls:// address, if the server does not ask for TLS.
+        If the server does not ask for TLS, nats-py sends this command without TLS, even to a tls://
+        address. So this raises an error in that case.
         """
         if self.requires_tls and not self._server_info.get("tls_required"):
             raise nats_errors.Error(
@@ -205,9 +210,8 @@ class NatsClient(Client):
     async def _process_err(self, err_msg: str) -> None:
         """Handle an error of the server.
 
-        After a change of users, the server ends the connections of users that it no longer has.
-        nats-py would then close for good. This client tries again, with the credentials that its
-        file has by then.
+        If users are removed, the server ends their connections. nats-py would then close the client
+        for good. This client tries again, because its file may have other credentials by then.
         """
         if is_rejection(nats_errors.Error(err_msg)):
             await self._process_op_err(nats_errors.AuthorizationError())
@@ -216,11 +220,11 @@ class NatsClient(Client):
 
 
 async def connect_client(client: NatsClient, url: str, timeout_s: float, **callbacks: Any) -> None:
-    """Connect a client. If this fails or is cancelled, close all that the client opened.
+    """Connect a client. If this fails or is cancelled, close all that the client has opened.
 
-    The client itself retries for ever. So it connects in a separate task, which `_end_task` can
-    end. `Client.close` does not help: a client that is cancelled while it closes a failed
-    connection assumes that it is closed, and leaves the connection open.
+    The client retries without end. Therefore it connects in a separate task, which `_end_task` can
+    end. `Client.close` would not be enough: if the client is cancelled while it closes a failed
+    connection, it counts as closed, but the connection stays open.
 
     Raises:
         TimeoutError: the client did not connect in time.
@@ -235,7 +239,8 @@ async def connect_client(client: NatsClient, url: str, timeout_s: float, **callb
             raise TimeoutError
         connecting.result()
     except BaseException:
-        # After a cancel, too, no connection may stay open. A second cancel does not interrupt this.
+        # No connection may stay open, not even after a cancel. A second cancel does not interrupt
+        # this.
         await asyncio.shield(_abort_connecting(client, connecting))
         raise
 
@@ -248,18 +253,18 @@ async def _abort_connecting(client: Client, connecting: asyncio.Task[None]) -> N
 async def _end_task(task: asyncio.Task[None]) -> None:
     """Cancel a task of the client until it ends.
 
-    `wait_for` of Python 3.11, which the client uses, drops a cancel that arrives together with a
-    result or an error, and the client then goes on to retry; so the cancel is repeated.
+    The client uses `wait_for`. In Python 3.11, `wait_for` drops a cancel that arrives together with
+    a result or an error. The client then continues to retry, so the cancel has to be repeated.
     """
     while not task.done():
         task.cancel()
         await asyncio.wait({task}, timeout=_CANCEL_AGAIN_S)
-    # This marks its error as retrieved, so asyncio does not log it.
+    # This marks the error of the task as retrieved, so asyncio does not log the error.
     await asyncio.gather(task, return_exceptions=True)
 
 
 def abort_client(client: Client) -> None:
-    """Close the client and its connection without awaiting: a cancel can't interrupt this."""
+    """Close the client and its connection. This does not await, so no cancel can interrupt it."""
     tasks = [
         client._reading_task,
         client._ping_interval_task,
@@ -292,7 +297,7 @@ async def close_client(client: Client) -> None:
                 await _end_task(client._reconnection_task)  # the client cancels it only once
             await client.close()
     except (OSError, TimeoutError) as exc:
-        # nats-py 2.16 first writes pending data, even to a lost or frozen connection, and stops
-        # there halfway.
+        # `Client.close` of nats-py 2.16 first writes pending data. With a lost or frozen
+        # connection, it stops there, and leaves the client half closed.
         log.warning("connection to NATS closed, messages may be unsent: %r", exc)
         abort_client(client)

@@ -1,4 +1,4 @@
-"""Connect a process to the request plane: one client that calls workers, and any servers."""
+"""Connect a process to the request plane, with one client and any number of servers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RequestPlane:
     """A connection to the request plane. A frontend uses its client, a worker a server.
 
     Args:
-        transport: the transport, which the plane owns.
+        transport: the transport. The plane owns it.
         limits: time-outs of the plane.
         tasks: owner of the background tasks.
         on_unreadable: called for each message that can't be read.
@@ -36,7 +36,7 @@ class RequestPlane:
         self._limits = limits
         self._tasks = tasks or BackgroundTasks()
         self._on_unreadable = on_unreadable
-        self._num_unreadable = 0  # messages
+        self._num_unreadable = 0  # number of messages that could not be read
         self.client = PlaneClient(transport, limits, self._tasks, self._count_unreadable)
         self._servers: list[PlaneServer] = []
 
@@ -45,8 +45,8 @@ class RequestPlane:
     ) -> PlaneServer:
         """Serve requests at `subject`, and control verbs at its control subject.
 
-        This ends when the server is closed. `load` returns the load that the server reports to its
-        callers.
+        Return the server, which serves until it is closed. `load` returns the load that the server
+        reports to its callers.
         """
         server = PlaneServer(
             self._transport,
@@ -86,6 +86,7 @@ class RequestPlane:
     def _count_unreadable(self, error: BadFrame) -> None:
         self._on_unreadable()
         self._num_unreadable += 1
-        # The 1st, 2nd, 4th, 8th … message is logged.
-        if self._num_unreadable.bit_count() == 1:
+        # There may be many such messages, so only the 1st, 2nd, 4th, 8th … is logged.
+        is_power_of_two = self._num_unreadable.bit_count() == 1
+        if is_power_of_two:
             log.warning("unreadable message (%d so far): %s", self._num_unreadable, error.message)

@@ -1,9 +1,7 @@
-"""Run a service's streams for its callers: the worker's side of the request plane.
+"""The worker's side of the request plane: run the calls of a service for its callers.
 
-This module works over any `Transport`.
-
-An exception of a service that is not a `DynamoError` is logged here, and the caller gets
-InternalError.
+This module works over any `Transport`. If a service raises an exception that is not a
+`DynamoError`, the exception is logged here, and the caller gets InternalError.
 """
 
 from __future__ import annotations
@@ -49,12 +47,13 @@ from dynamo_trtllm.support.background import BackgroundTasks
 
 log = logging.getLogger(__name__)
 
-_MAX_INBOX = 255  # NATS disconnects a client that publishes to a much longer one
-_LOAD_EVERY_S = 0.05  # the least time between two reports of the load to a caller
-# For how many iterations of the event loop a flush waits until earlier messages are written. A
-# transport that takes longer is stuck, or has much to write.
-_WAITED_ITERATIONS = 4
-# Openings of streams to remember. Repeated openings arrive soon after the first.
+# Most characters of an inbox name. NATS disconnects a client that publishes to a much longer name.
+_MAX_INBOX_CHARS = 255
+_LOAD_EVERY_S = 0.05  # shortest time between two reports of the load to a caller
+# A flush waits until earlier messages are written, but at most for this many iterations of the
+# event loop. A transport that takes longer is stuck, or has much to write.
+_MAX_WAITED_ITERATIONS = 4
+# Most entries that `remember` keeps. Repeated openings of a stream arrive soon after the first one.
 _MAX_REMEMBERED = 16_384
 
 K = TypeVar("K")
@@ -67,7 +66,7 @@ def control_subject(subject: str) -> str:
 
 
 def remember(latest: dict[K, V], key: K, value: V) -> None:
-    """Put the key last. Drop the first key if there are more than _MAX_REMEMBERED."""
+    """Put the key last. If there are more than _MAX_REMEMBERED keys, drop the first one."""
     latest.pop(key, None)
     latest[key] = value
     if len(latest) > _MAX_REMEMBERED:
@@ -81,7 +80,8 @@ def _with_former_name(last: Chunk) -> Chunk:
     """Return the last chunk of a stream as callers with the previous wire version expect it."""
     if last.finish_reason is not FinishReason.KV_TRANSFER:
         return last
-    # The enum has no member of the former name. The cast is safe: the value is only encoded.
+    # The enum has no member for the former name. The cast is safe, because the value is only
+    # encoded.
     former = cast("FinishReason", former_names.FORMER_KV_TRANSFER)
     return msgspec.structs.replace(last, finish_reason=former)
 
@@ -92,27 +92,27 @@ class _Caller:
 
     inbox: str
     wire: int  # wire version of the caller
-    latest_message: int  # number of the latest message that came from it
+    latest_message: int  # number of the latest message from this caller
     streams: dict[int, ServerStream] = field(default_factory=dict)  # the open streams, by number
     frames: list[Frame] = field(default_factory=list)  # the frames of the next flush
 
 
 @dataclass(slots=True, eq=False)
 class ServerStream:
-    """One stream. After its end, it is kept until a report finds that it holds no KV."""
+    """One stream. An ended stream stays listed while it holds KV."""
 
     caller: _Caller
     number: int
-    num_sent: int = 0  # frames
+    num_sent: int = 0  # number of frames that were sent
     has_ended: bool = False
     deadline_timer: asyncio.TimerHandle = field(init=False)
-    # The handle is set after `generate`, which calls back only in later iterations.
+    # `generate` returns the handle before it passes on the first event.
     handle: StreamHandle = field(init=False)
 
 
 @dataclass(eq=False)
 class PlaneServer:
-    """Server of one service at one subject. It serves after `start`.
+    """The server of one service at one subject. It serves after `start`.
 
     `load` returns the load that the server reports to its callers. `on_unreadable` is called for
     each message that can't be read.
@@ -126,8 +126,8 @@ class PlaneServer:
     on_unreadable: Callable[[errors.BadFrame], None] = _ignore
 
     def __post_init__(self) -> None:
-        self._callers: dict[str, _Caller] = {}  # by inbox
-        self._num_messages = 0  # received from all callers
+        self._callers: dict[str, _Caller] = {}  # the callers, by inbox
+        self._num_messages = 0  # number of messages that were received, over all callers
         self.num_running = 0  # number of streams that have not ended
         self._idle = asyncio.Event()  # set while no stream runs
         self._idle.set()
@@ -143,22 +143,23 @@ class PlaneServer:
             on_peer_lost=self._caller_lost,
             tasks=self.tasks,
         )
-        # For each inbox that got the load less than _LOAD_EVERY_S ago: whether a message without
-        # the load has followed.
+        # The inboxes that got the load less than _LOAD_EVERY_S ago. True: a message without the
+        # load has followed.
         self._load_was_withheld: dict[str, bool] = {}
         # The latest openings of streams, by inbox and number. Some of these streams have ended.
         self._latest_openings: dict[tuple[str, int], None] = {}
         self._subject = ""
-        # False: new requests get `Draining`; running streams and control verbs continue
+        # False: new requests get `Draining`. Running streams and control verbs continue.
         self.is_accepting = True
-        self.failure = ""  # why the worker has failed; "": it has not
+        self.failure = ""  # why the worker has failed, or "" if it has not failed
         self._is_closed = False
         self.transport.on_disconnect(self.on_disconnect)
 
     async def start(self, subject: str, timeout_s: float) -> None:
-        """Subscribe to the subject and return once requests of every client arrive.
+        """Subscribe to the subject, and return once requests of every client arrive.
 
-        Raise PlaneError on failure.
+        Raises:
+            PlaneError: the transport can't subscribe.
         """
         self._subject = subject
         subscribe = self.transport.subscribe
@@ -172,9 +173,9 @@ class PlaneServer:
         await self._idle.wait()
 
     async def aclose(self) -> None:
-        """Stop serving and end running streams. Idempotent.
+        """Stop serving, and end running streams. Idempotent.
 
-        Their callers get EngineFailed if the worker has failed, and else Draining.
+        The callers get EngineFailed if the worker has failed, and otherwise Draining.
         """
         self.is_accepting = False
         self._is_closed = True
@@ -185,7 +186,7 @@ class PlaneServer:
                 self._end_with_error(stream, self._worker_ended_error())
         while self._control_tasks:
             await asyncio.gather(*self._control_tasks, return_exceptions=True)
-            await asyncio.sleep(0)  # runs the tasks' done callbacks
+            await asyncio.sleep(0)  # lets the done callbacks remove the tasks
         self._flush()
         await self._heartbeat.aclose()
 
@@ -198,9 +199,10 @@ class PlaneServer:
             return
         try:
             body = decode(data, ClientMessage).body
-            if len(body.inbox) > _MAX_INBOX:
+            num_chars = len(body.inbox)
+            if num_chars > _MAX_INBOX_CHARS:
                 raise errors.BadFrame(
-                    f"the inbox name has {len(body.inbox)} characters; the limit is {_MAX_INBOX}"
+                    f"the inbox name has {num_chars} characters; the limit is {_MAX_INBOX_CHARS}"
                 )
             self._num_messages += 1
             caller = self._callers.get(body.inbox)
@@ -213,14 +215,16 @@ class PlaneServer:
                 return
             if isinstance(body, Ping):
                 self._answer(reply, Ack())
-                self._flush()  # the report follows all frames sent so far
+                self._flush()  # the report must come after the frames that it counts
                 report = self._report(body.inbox, ping=body.number)
                 if report is not None:
                     self.transport.publish(body.inbox, report)
                 return
-            # A long stream may be open, but not among the latest openings any more.
+            # The transport may repeat the opening of a stream. The latest openings have the streams
+            # that have ended since, and the open streams have those that were opened long ago.
             is_open = caller is not None and body.stream in caller.streams
-            is_new = not is_open and (body.inbox, body.stream) not in self._latest_openings
+            was_opened = (body.inbox, body.stream) in self._latest_openings
+            is_new = not is_open and not was_opened
             if is_new and not self.is_accepting:
                 raise errors.Draining("the worker is shutting down and accepts no new requests")
             mismatch = wire_mismatch(body.wire)
@@ -232,12 +236,11 @@ class PlaneServer:
             self._answer(reply, Ack(ErrorPayload.of(exc)))
             return
         self._answer(reply, Ack())
-        # A message that is not new was repeated by the transport.
         if is_new:
             self._open(body)
 
     def _worker_ended_error(self) -> DynamoError:
-        """Return the error of the streams that still run when the worker ends."""
+        """Return the error with which streams end that still run when the worker ends."""
         if self.failure:
             return errors.EngineFailed(f"the worker failed: {self.failure}")
         return errors.Draining("the worker is shutting down")
@@ -285,18 +288,19 @@ class PlaneServer:
         return PING if report is None else report
 
     def _latest_message(self, inbox: str) -> int:
-        """Return the number of the latest message from a caller; 0 if it has no streams.
+        """Return the number of the latest message from a caller, or 0 if the caller has no streams.
 
-        A caller that ends its last stream and opens another one is added again, with the number of
-        its new message. The heartbeat sees that this number is not the one that it has seen before.
+        The heartbeat compares two values to see whether a message came in between. This also works
+        if the caller ends its last stream and opens a new one: the messages of all callers are
+        numbered together, so the new message has a new number.
         """
         caller = self._callers.get(inbox)
         return 0 if caller is None else caller.latest_message
 
     def _report(self, inbox: str, *, ping: int) -> bytes | None:
-        """Return the message that reports a caller's streams; None if it is too large to send.
+        """Return the message that reports a caller's streams, or None if it is too large to send.
 
-        `ping` is the number of the ping that it answers; 0: it answers none.
+        `ping` is the number of the ping that the message answers. 0: it is a heartbeat.
         """
         streams: list[tuple[int, int]] = []
         caller = self._callers.get(inbox)
@@ -325,7 +329,8 @@ class PlaneServer:
         remember(self._latest_openings, (opening.inbox, opening.stream), None)
         self.num_running += 1
         self._idle.clear()
-        # The deadline is set by this machine's clock, which may differ from the caller's.
+        # The clocks of the caller and of this machine may differ, so the deadline is computed here
+        # from the remaining time.
         request = msgspec.structs.replace(opening.request, deadline=time.time() + opening.left_s)
         stream.deadline_timer = asyncio.get_running_loop().call_later(
             opening.left_s, self._on_deadline, stream
@@ -354,7 +359,8 @@ class PlaneServer:
         self._send(stream, Frame(stream.number, stream.num_sent, content))
         if event.finish_reason is None:
             return
-        # While it holds KV, the ended stream stays listed, so that its caller is watched.
+        # While the ended stream holds KV, it stays listed. So the heartbeat still watches its
+        # caller, and the KV is freed if the caller is lost.
         if stream.handle.holds_kv:
             self._mark_ended(stream)
         else:
@@ -370,8 +376,8 @@ class PlaneServer:
     def _end_with_error(self, stream: ServerStream, error: DynamoError) -> None:
         """End a stream with an error for its caller.
 
-        A stream that has already ended sends no error. Only its KV is freed, because its caller can
-        no longer release it.
+        If the stream has already ended, no error is sent. Only the KV of the stream is freed,
+        because its caller can no longer release the KV.
         """
         if not stream.has_ended:
             self._send_error(stream, error)
@@ -384,12 +390,12 @@ class PlaneServer:
         """
         if awaits_kv:
             if stream.has_ended:
-                return  # the last frame was sent, and the stream stays while it holds KV
+                return  # the last frame was sent, and the stream stays listed while it holds KV
             # `stop` returns whether the stream will still end with a chunk.
             if stream.handle.stop():
-                return  # the stream is removed after this frame, or when its caller is lost
-        # A caller that cancels an ended stream did not receive its last frame, so it can't fetch
-        # the KV.
+                return  # the stream is removed after this chunk, or when its caller is lost
+        # If the stream has ended, the cancel means that its caller did not receive the last frame.
+        # So the caller can't fetch the KV, which is freed here.
         self._remove_and_cancel(stream)
 
     def _remove_and_cancel(self, stream: ServerStream) -> None:
@@ -419,7 +425,7 @@ class PlaneServer:
                 self._remove(stream)
 
     def _caller_lost(self, inbox: str, error: DynamoError) -> None:
-        """End the streams of a caller that has not replied to its heartbeat, and free their KV."""
+        """End the streams of a caller that has not replied to the heartbeat, and free their KV."""
         caller = self._callers.get(inbox)
         if caller is None:
             return
@@ -440,10 +446,11 @@ class PlaneServer:
     def on_disconnect(self, error: DynamoError) -> None:
         """End all streams and abort all pending KV transfers, because frames may be lost."""
         if self._is_closed:
-            return  # the service may be closed too
+            return  # `aclose` has ended the streams, and the service may be closed, too
         reason = f"the worker lost the request plane: {error.message}"
-        # The caller may never have received the KV transfer parameters; then only their expiry
-        # would free the KV. A caller that did receive them must prefill again.
+        # A caller may not have received the KV transfer parameters. Then it would never release the
+        # KV, which would be held until it expires. So all KV is freed now, and callers that have
+        # received the parameters must prefill again.
         for stream in self._streams():
             self._end_with_error(stream, errors.Disconnected(reason))
 
@@ -458,24 +465,27 @@ class PlaneServer:
         caller = stream.caller
         if not caller.frames:
             if not self._unsent:
-                # All streams of an engine step send in one event-loop iteration. The next one sends
-                # them as one batch.
-                asyncio.get_running_loop().call_soon(self._flush_in_turn, _WAITED_ITERATIONS)
+                # All streams of an engine step send their frames in one iteration of the event
+                # loop. The next iteration sends these frames as one batch.
+                asyncio.get_running_loop().call_soon(
+                    self._flush_when_written, _MAX_WAITED_ITERATIONS
+                )
             self._unsent.append(caller)
         caller.frames.append(frame)
 
-    def _flush_in_turn(self, iterations: int) -> None:
-        """Flush when the earlier messages are written, at the latest after some iterations.
+    def _flush_when_written(self, max_iterations: int) -> None:
+        """Flush when the earlier messages are written, or after `max_iterations` iterations.
 
-        Otherwise each engine step would make a message, and fast steps would make more than worker,
-        NATS server and frontend can handle.
+        Without this wait, each engine step would send a message. Fast steps would send more
+        messages than the worker, the NATS server and the frontend can handle.
         """
-        if iterations and self.transport.is_writing:
-            asyncio.get_running_loop().call_soon(self._flush_in_turn, iterations - 1)
+        if max_iterations > 0 and self.transport.is_writing:
+            asyncio.get_running_loop().call_soon(self._flush_when_written, max_iterations - 1)
         else:
             self._flush()
 
     def _flush(self) -> None:
+        """Send the frames that wait, as one batch for each caller."""
         unsent = self._unsent
         self._unsent = []
         for caller in unsent:
@@ -490,8 +500,8 @@ class PlaneServer:
 
         None: the caller got the load less than _LOAD_EVERY_S ago, or the load can't be read.
 
-        A caller whose last messages were without the load gets it later, in a separate message.
-        Otherwise the caller would take a worker that has become idle for a busy one.
+        If no message with the load follows, a separate message reports the load later. Otherwise
+        the caller would still take a worker for busy that has become idle.
         """
         if inbox in self._load_was_withheld:
             self._load_was_withheld[inbox] = True
@@ -508,8 +518,8 @@ class PlaneServer:
     def _load_time_over(self, inbox: str) -> None:
         was_withheld = self._load_was_withheld.pop(inbox)
         if was_withheld:
-            # The next message to this caller has the load again. Wait a while for one, to save the
-            # separate message.
+            # The next message to this caller has the load again. Wait a while for such a message,
+            # because it makes the separate one unnecessary.
             asyncio.get_running_loop().call_later(_LOAD_EVERY_S, self._report_load_alone, inbox)
 
     def _report_load_alone(self, inbox: str) -> None:

@@ -22,7 +22,7 @@ from dynamo_trtllm.cluster.discovery.discovery_interface import (
     Added,
     CardChosen,
     Discovery,
-    Rejected,
+    RejectionChanged,
     Removed,
     SharesChanged,
     Synced,
@@ -255,9 +255,9 @@ class ModelRegistry:
                     case CardChosen(card):
                         self._cards[card.name] = card
                         self._load_changed()
-                    case Rejected(key, None):
+                    case RejectionChanged(key, None):
                         self._rejected.pop(key, None)
-                    case Rejected(key, str(reason)):
+                    case RejectionChanged(key, str(reason)):
                         self._rejected[key] = reason
                     case SharesChanged(table):
                         self._set_shares(table)

@@ -1,7 +1,7 @@
 """Implement the KV transfer backend over NIXL.
 
-It uses three threads: one registers memory, one runs the fetches, and one listens for readers'
-acknowledgments.
+The backend uses three threads. One registers memory, one runs the fetches, and one listens for the
+acknowledgments of readers.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ from dynamo_trtllm.protocol.messages import encode
 
 log = logging.getLogger(__name__)
 
-# The pause between two checks for acknowledgments.
+# The shortest and the longest pause between two checks for acknowledgments.
 _SHORTEST_WAIT_S = 0.0002
 _MAX_WAIT_S = 0.005
-# The listener runs on after the last transfer: some transports need it to serve late readers.
+# The listener checks for this time after the last transfer has ended. Some transports need this
+# to serve late readers.
 _LINGER_S = 2.0
 
 
@@ -47,7 +48,7 @@ _LINGER_S = 2.0
 class _NixlPublished:
     slot: int  # number of the validity slot
     in_region: bool  # the memory is part of a registered region, or has no bytes
-    # NIXL's handle of memory that is registered for this transfer only.
+    # NIXL's handle of the memory, if the memory is registered for this transfer only.
     registered: Any | None = None
     checksum: OfferChecksum | None = None
 
@@ -63,7 +64,8 @@ class NixlBackend:
 
     def __init__(self, checksums: Checksums | None = None) -> None:
         self.checksums = checksums or Checksums()
-        # Part of `TransferBackend`. It checks no reader: UCX serves all that have the offer.
+        # Part of `TransferBackend`. It can't check readers, because UCX serves every reader that
+        # has the offer.
         self.guard = TransferGuard()
         self._bindings = NixlBindings()
         self._agent_name = f"dynamo-{uuid.uuid4().hex}"
@@ -152,7 +154,7 @@ class NixlBackend:
             memory = await asyncio.shield(asyncio.wrap_future(registering))
         method = self.checksums.method(regions)
         entry = self._published.get(transfer_id)
-        # Closing may have discarded the entry during the registration.
+        # `aclose` may have discarded the entry during the registration.
         if method and entry is not None:
             set_checksum = partial(self._validity_slots.set_checksum, slot)
             entry.checksum = OfferChecksum(self.checksums, tuple(regions), set_checksum)
@@ -177,7 +179,7 @@ class NixlBackend:
     def _register_alone(self, transfer_id: str, regions: Sequence[MemoryRegion]) -> bytes:
         """Register the memory of one transfer, and return NIXL's metadata for readers.
 
-        Runs on the registration thread, where `_discard` follows.
+        Runs on the registration thread. `_discard` later runs on the same thread.
         """
         with self._bindings.translated(f"KV transfer {transfer_id}: can't register its memory"):
             handle, memory = self._bindings.register(regions)
@@ -196,14 +198,14 @@ class NixlBackend:
         entry = self._published.get(transfer_id)
         if entry is None:
             return
-        # At once, so that every read that ends later fails.
+        # The slot is cleared first, so that every read that ends later fails.
         self._validity_slots.clear(entry.slot)
         try:
             if entry.checksum is not None:
                 # The checksum reads the memory and writes to the slot.
                 await entry.checksum.stop()
         finally:
-            if self._ending is not None:  # closing discards all transfers
+            if self._ending is not None:  # `aclose` discards all transfers
                 await asyncio.shield(self._ending)
             elif entry.in_region:
                 self._discard(transfer_id)
@@ -214,7 +216,7 @@ class NixlBackend:
     def _discard(self, transfer_id: str) -> None:
         """Discard a transfer.
 
-        Runs on the registration thread unless its memory is part of a region.
+        If memory was registered for the transfer, this runs on the registration thread.
         """
         entry = self._published.pop(transfer_id, None)
         if entry is None:
@@ -227,11 +229,11 @@ class NixlBackend:
     def _listen(self) -> None:
         """Run the listener thread.
 
-        It looks for acknowledgments and lets NIXL make progress while KV is published.
+        While KV is published, the thread looks for acknowledgments and lets NIXL make progress.
         """
         self.prepare_thread()
         wait_s = _SHORTEST_WAIT_S
-        published_at = 0.0  # when KV was last seen to be published
+        published_at = 0.0  # the last time at which KV was published
         while True:
             with self._wake:
                 if self._ending is not None:
@@ -249,7 +251,7 @@ class NixlBackend:
                 if self._validity_slots.was_read(entry.slot):
                     any_read = True
                     self._loop.call_soon_threadsafe(self._on_fetched, transfer_id)
-            # Check often after a publication or an acknowledgment, then ever more rarely.
+            # Check often after a publication or an acknowledgment, and then less and less often.
             if woken or any_read:
                 wait_s = _SHORTEST_WAIT_S
             else:
@@ -262,7 +264,8 @@ class NixlBackend:
     ) -> None:
         """Read a transfer, see `TransferBackend.read`.
 
-        A cancelled fetch returns when its read has ended, at the latest after `timeout_s` seconds.
+        If this call is cancelled, it returns only when the fetch has ended. This takes at most
+        `timeout_s` seconds.
         """
         deadline = time.monotonic() + timeout_s
         decoded_offer = decode_offer(NixlOffer, offer, transfer_id, self.name)
@@ -282,15 +285,15 @@ class NixlBackend:
             deadline=deadline,
             is_checked=is_checked,
         )
-        # Starting a GPU copy is fast enough for the event loop. Connecting to an agent and copies
-        # by the CPU are not.
+        # The first step may be taken on the event loop if it only starts a copy by the GPU, which
+        # is fast. Connecting to an agent and copies by the CPU take too long.
         step_now = decoded_offer.kind == "VRAM" and self._peers.is_connected(decoded_offer)
         try:
             work = self._fetching.submit(fetch.steps(), step_now=step_now)
             try:
                 await asyncio.wrap_future(work)
             except asyncio.CancelledError:
-                # The caller's memory must stay until nothing writes to it.
+                # The caller frees its memory after this, so wait until nothing writes to it.
                 await end_jobs([work])
                 raise
         finally:
@@ -318,7 +321,7 @@ class NixlBackend:
     def _release_all(self) -> None:
         """Discard all transfers and deregister all memory.
 
-        The last job of the registration thread.
+        This is the last job of the registration thread.
         """
         for transfer_id in list(self._published):
             self._discard(transfer_id)

@@ -25,23 +25,23 @@ Descriptor: TypeAlias = tuple[UInt64, Number, Count]  # address, bytes, device
 
 
 class NixlOffer(msgspec.Struct, frozen=True, kw_only=True):
-    """What a reader needs to read a published transfer.
+    """The values that a reader needs to read a published transfer.
 
-    The first three fields, and `memory` of a registered region, are the same for every transfer of
-    a backend.
+    All transfers of a backend have the same first three fields. All transfers of a registered
+    region have the same `memory`.
     """
 
     agent: str
     connection: bytes  # metadata for connecting to the agent
-    # Metadata of the validity agent and of its page of slots.
+    # The metadata of the validity agent, and of the memory with the validity slots.
     validity_agent: bytes = msgspec.field(name="guards")
     memory: bytes  # metadata of the registration; empty if the KV has no bytes
     kind: str  # kind of the memory, as NIXL calls it: DRAM or VRAM
     # The descriptors of the regions.
     descriptors: list[Descriptor] = msgspec.field(name="spots")
     validity_slot: Descriptor = msgspec.field(name="guard")
-    nonce: bytes  # content of the validity slot while the transfer is published
-    ready: Count  # regions that held their data when this was created
+    nonce: bytes  # the validity slot has this nonce while the transfer is published
+    ready: Count  # number of regions that held their data when the offer was created
     checksum: str = ""  # see `Checksums.method`; "": the validity slot has no checksum
 
     @property
@@ -69,16 +69,17 @@ class RegisteredMemory(NamedTuple):
 class NixlBindings:
     """NIXL in this process.
 
-    It has two agents. NIXL reports a transfer as done only after everything posted earlier to the
-    same peer of that agent (1.5.1 flushes the endpoint). With one agent, reading a validity slot
-    would wait for the KV that is being read.
+    There are two agents, one for KV and one for validity slots. An agent reports a transfer as done
+    only when all transfers that it has posted earlier to the same peer are done (NIXL 1.5.1 flushes
+    the endpoint). So with a single agent, the read of a slot would wait for the KV that is being
+    read.
     """
 
     def __init__(self) -> None:
         """Import NIXL.
 
         Raises:
-            ConfigError: it is not installed.
+            ConfigError: NIXL is not installed.
         """
         for variable, value in _VARIABLES.items():
             export(variable, value, wanted_by="kv_transfer/nixl")
@@ -102,8 +103,8 @@ class NixlBindings:
         Raises:
             ConfigError: NIXL's UCX backend does not start.
         """
-        # NIXL's progress thread (1.5.1) uses a whole core as long as the agent lives. The backend's
-        # listener and the readers' polling make progress instead.
+        # The progress thread of NIXL 1.5.1 uses a whole core as long as the agent exists. Instead,
+        # the listener of the backend and the polling of readers make progress.
         sync = self._api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         settings = self._api.nixl_agent_config(
             enable_prog_thread=False, backends=_BACKENDS, sync_mode=sync
@@ -130,15 +131,16 @@ class NixlBindings:
     def progress(self) -> None:
         """Let NIXL make progress. Some transports need it on the prefill worker."""
         for agent in (self.agent, self.validity_agent):
-            # No notifications are used, but the call makes progress.
+            # Notifications are not used, but this call makes progress.
             agent.get_new_notifs()
 
     def register(self, regions: Sequence[MemoryRegion]) -> tuple[Any, bytes]:
         """Register regions of one kind of memory.
 
-        Return the handle and the metadata for readers.
+        Returns:
+            The handle, and the metadata for readers.
         """
-        # NIXL wants a text in addition, which may be empty.
+        # In addition to the descriptor, NIXL requires a text, which may be empty.
         descriptors = [(*descriptor_of(region), "") for region in regions]
         handle = self.agent.register_memory(descriptors, kind_of(regions))
         try:
@@ -159,7 +161,7 @@ class NixlBindings:
     def temporarily_registered(self, regions: Sequence[MemoryRegion]) -> Iterator[None]:
         """Register regions for the time of the context.
 
-        Nothing is done if they are part of a registered region.
+        If the regions are part of a registered region, nothing is done.
         """
         if not regions or self.region_of(regions) is not None:
             yield
@@ -171,7 +173,7 @@ class NixlBindings:
             self.agent.deregister_memory(handle)
 
     def descriptors(self, descriptor: Descriptor, kind: str) -> Any:
-        """Return NIXL's transfer list with this descriptor. `kind`: DRAM or VRAM."""
+        """Return NIXL's transfer list with this descriptor. `kind` is DRAM or VRAM."""
         return self.agent.get_xfer_descs([descriptor], kind)
 
     @contextlib.contextmanager

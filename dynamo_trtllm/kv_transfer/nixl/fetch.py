@@ -1,10 +1,14 @@
 """Fetch one transfer step by step.
 
 A fetch reads the regions as they become ready, verifies the transfer, and acknowledges it. A few
-reads are in flight at once. Threads hash regions while others arrive. The checksum is in the
-validity slot. A reader reads the slot while regions become ready, and once more at the end. NIXL
-can only be polled, so each fetch yields to the others while it waits. It yields the seconds since
-its last progress, from which `poller` decides how long to sleep.
+reads are in flight at once. Threads hash the regions that have arrived while further regions
+arrive.
+
+The validity slot of the prefill worker says how many regions are ready, and has the checksum. The
+fetch reads the slot while it waits for regions, and once more at the end.
+
+NIXL can only be polled. So while a fetch waits, it yields, and other fetches run. It yields the
+number of seconds since its last progress. From this, `poller` decides how long to sleep.
 """
 
 from __future__ import annotations
@@ -39,9 +43,9 @@ from dynamo_trtllm.kv_transfer.nixl.validity import (
 from dynamo_trtllm.kv_transfer.transfer_backend import Destination
 from dynamo_trtllm.protocol.errors import TransferFailed, TransferTimeout
 
-# NIXL frees the metadata of memory only with the whole peer. So an idle peer is removed once the
-# metadata of this many of its memories was loaded. With twice as many, no new fetch begins until it
-# is idle.
+# NIXL frees the metadata of a peer's memory only when the peer is removed. So a peer is removed
+# when it is idle and the metadata of this many of its memories was loaded. If the metadata of twice
+# as many was loaded, no new fetch begins until the peer is idle.
 MAX_KNOWN_MEMORIES = 1024
 
 
@@ -50,16 +54,16 @@ class RemoteAgent:
     """A connected agent of a prefill worker."""
 
     name: str
-    # The metadata of memories that was loaded.
+    # The metadata that was loaded, one item for each memory of the worker.
     known_memories: set[bytes] = field(default_factory=set)
-    num_fetches: int = 0
+    num_fetches: int = 0  # number of fetches that are running
     is_broken: bool = False
 
 
 class RemoteAgents:
     """The connected agents.
 
-    An agent that failed is removed, so that the next fetch connects again.
+    If an agent fails, it is removed. Then the next fetch connects to it again.
     """
 
     def __init__(self, bindings: NixlBindings) -> None:
@@ -84,7 +88,7 @@ class RemoteAgents:
     def connected(self, offer: NixlOffer) -> Iterator[RemoteAgent]:
         """Keep a connection to the offer's agent for the time of the context.
 
-        The metadata of its memory is loaded.
+        If the metadata of the offer's memory is not known yet, it is loaded.
         """
         agent = self._bindings.agent
         with self._lock:
@@ -95,7 +99,7 @@ class RemoteAgents:
                 peer = RemoteAgent(offer.agent)
                 self._connected[offer.agent] = peer
             if offer.memory and offer.memory not in peer.known_memories:
-                # NIXL adds this memory to what it knows of the agent.
+                # NIXL adds the metadata of this memory to the agent, which it knows already.
                 agent.add_remote_agent(offer.memory)
                 peer.known_memories.add(offer.memory)
             peer.num_fetches += 1
@@ -132,7 +136,9 @@ class RemoteAgents:
             self.disconnect(peer)
 
 
-_IN_FLIGHT = 4  # reads per fetch, so that posting the next one takes no extra time
+# Most reads of one fetch that are in flight. With several, the next read is posted before the
+# current one ends, so there is no pause between two reads.
+_MAX_IN_FLIGHT = 4
 
 
 class _XferHandle(NamedTuple):
@@ -142,7 +148,7 @@ class _XferHandle(NamedTuple):
 
 class _RegionRead(NamedTuple):
     region_index: int
-    xfer: _XferHandle | None  # None: a region without bytes
+    xfer: _XferHandle | None  # None: the region has no bytes
 
 
 @dataclass(slots=True)
@@ -159,16 +165,17 @@ class Fetch:
     transfer_id: str
     offer: NixlOffer
     to: Destination
-    slot: int  # the own validity slot that receives a copy of the prefill worker's slot
+    slot: int  # a slot of this process, which receives a copy of the prefill worker's slot
     deadline: float  # a time of `time.monotonic`
-    is_checked: bool
+    is_checked: bool  # the checksum is compared
     _peer: RemoteAgent = field(init=False)
     _ready: int = field(init=False)  # number of regions that can be read
-    _progress_at: float = field(init=False)
-    _hashing: list[list[Future[int]]] = field(default_factory=list)  # the jobs, by region and block
+    _progress_at: float = field(init=False)  # time of the last progress
+    # The jobs that hash the regions: a list of jobs for each region, one for each block.
+    _hashing: list[list[Future[int]]] = field(default_factory=list)
 
     def steps(self) -> PollSteps:
-        """Read the transfer. The caller runs the steps to their end. See `TransferBackend.read`."""
+        """Read the transfer, see `TransferBackend.read`. The caller takes all steps."""
         self._check_deadline()
         while self.peers.is_full(self.offer):
             yield MAX_SLEEP_S
@@ -188,7 +195,7 @@ class Fetch:
                 yield from self._end_hashing()
 
     def _check_deadline(self) -> None:
-        """Raise TransferTimeout if the time of this fetch has passed before it began."""
+        """Raise TransferTimeout if the deadline has passed before this fetch began."""
         if time.monotonic() >= self.deadline:
             raise TransferTimeout(
                 f"KV transfer {self.transfer_id}: too many other fetches ran to start this one in"
@@ -198,7 +205,7 @@ class Fetch:
     def _read_regions(self) -> PollSteps:
         """Read all regions in order.
 
-        When this returns or raises, NIXL writes to none of them any more.
+        When this returns or raises, NIXL no longer writes to any region.
         """
         self._ready = self.offer.ready
         num_regions = len(self.to.regions)
@@ -206,14 +213,14 @@ class Fetch:
         in_flight: deque[_RegionRead] = deque()
         try:
             while num_begun < num_regions or in_flight:
-                while num_begun < self._ready and len(in_flight) < _IN_FLIGHT:
+                while num_begun < self._ready and len(in_flight) < _MAX_IN_FLIGHT:
                     in_flight.append(_RegionRead(num_begun, self._begin(num_begun)))
                     num_begun += 1
                 if in_flight and self._is_done(in_flight[0].xfer):
                     self._complete(in_flight.popleft())
                     yield 0.0
                     continue
-                # The reads of all ready regions have begun: look whether more are ready by now.
+                # If the reads of all ready regions have begun, look whether more regions are ready.
                 is_caught_up = num_begun == self._ready and self._ready < num_regions
                 if is_caught_up and (yield from self._more_is_ready()):
                     continue
@@ -239,12 +246,12 @@ class Fetch:
         return self._post(agent, peer, verb, our_memory, their_memory)
 
     def _post(self, agent: Any, peer: str, verb: str, ours: Any, theirs: Any) -> _XferHandle:
-        """Post a read or write. `peer`: the prefill worker's name at this agent."""
+        """Post a read or write. `peer` is the name of the prefill worker's agent."""
         handle = agent.initialize_xfer(verb, ours, theirs, peer)
         try:
             self._check_state(agent.transfer(handle))
         except BaseException:
-            # No caller has the handle yet, so no caller would release it.
+            # The caller does not get the handle, so it is released here.
             agent.release_xfer_handle(handle)
             raise
         return _XferHandle(agent, handle)
@@ -271,6 +278,7 @@ class Fetch:
             self.to.on_region(read.region_index)
 
     def _more_is_ready(self) -> Generator[float, None, bool]:
+        """Read how many regions are ready. Return whether there are more than before."""
         before = self._ready
         validity = yield from self._read_validity()
         self._ready = min(validity.ready, len(self.to.regions))
@@ -280,31 +288,31 @@ class Fetch:
         return has_more
 
     def _acknowledge(self) -> PollSteps:
-        """Verify the transfer and notify the prefill worker that it was read.
+        """Verify the transfer, and notify the prefill worker that it was read.
 
         Raises:
-            TransferFailed: the transfer was unpublished or its checksum differs, so the data is
-                invalid.
+            TransferFailed: the data is invalid, because the transfer was unpublished or its
+                checksum differs.
         """
         self._progress_at = time.monotonic()
-        ours = yield from self._checksum()
-        entry = yield from self._read_validity()
+        our_checksum = yield from self._checksum()
+        validity = yield from self._read_validity()
         # The checksum is 0 while the prefill worker is still computing it.
-        while ours is not None and entry.checksum == 0:
+        while our_checksum is not None and validity.checksum == 0:
             yield self._waited_s()
-            entry = yield from self._read_validity()
-        if ours is not None and ours != entry.checksum:
+            validity = yield from self._read_validity()
+        if our_checksum is not None and our_checksum != validity.checksum:
             raise self.checksums.mismatch(self.transfer_id)
-        # The acknowledgment is the first ACK_BYTES of the nonce. Our slot has a copy of it since it
-        # was last read.
+        # The acknowledgment is the first ACK_BYTES of the nonce. Our slot has a copy of the nonce,
+        # because the last read has copied the prefill worker's slot into it.
         ack_word = part_of_slot(self.validity_slots.descriptor(self.slot), ACK_BYTES)
         ack_at = part_of_slot(self.offer.validity_slot, ACK_BYTES, ACK_OFFSET)
         yield from self._finish(self._post_validity("WRITE", ack_word, ack_at))
 
     def _checksum(self) -> Generator[float, None, int | None]:
-        """Return the checksum of the data once all of it is hashed.
+        """Return the checksum of the data once all data is hashed.
 
-        None: it is not checked.
+        None: the checksum is not compared.
         """
         if not self.is_checked:
             return None
@@ -316,7 +324,7 @@ class Fetch:
         return checksum
 
     def _end_hashing(self) -> PollSteps:
-        """Return when no thread reads the regions any more."""
+        """Cancel the jobs that hash the regions, and wait for those that are running."""
         running: list[Future[int]] = []
         for jobs in self._hashing:
             running += [job for job in jobs if not job.cancel()]
@@ -335,14 +343,15 @@ class Fetch:
             ours = with_checksum(ours)
             theirs = with_checksum(theirs)
         yield from self._finish(self._post_validity("READ", ours, theirs))
-        entry = self.validity_slots.get(self.slot)
-        if entry.nonce != self.offer.nonce:
+        validity = self.validity_slots.get(self.slot)
+        if validity.nonce != self.offer.nonce:
             raise TransferFailed(
                 f"KV transfer {self.transfer_id} is no longer published by its prefill worker"
             )
-        return entry
+        return validity
 
     def _finish(self, xfer: _XferHandle) -> PollSteps:
+        """Wait until a read or write is done, and release its handle."""
         is_done = False
         try:
             is_done = self._is_done(xfer)
@@ -366,7 +375,7 @@ class Fetch:
         return now - self._progress_at
 
     def _abort(self, xfers: list[_XferHandle]) -> PollSteps:
-        """Abort reads by closing the connection, which is the only abort that UCX guarantees."""
+        """Abort reads by closing the connection. UCX guarantees no other way to abort them."""
         self.peers.disconnect(self._peer)
         for xfer in xfers:
             while True:
@@ -374,5 +383,5 @@ class Fetch:
                     xfer.agent.release_xfer_handle(xfer.handle)
                     break
                 except self.bindings.errors:
-                    # It fails until the abort is over.
+                    # Releasing the handle fails until the read is aborted.
                     yield MAX_SLEEP_S

@@ -1,14 +1,16 @@
 """Manage validity slots, which show whether the memory of a published transfer is still valid.
 
-Readers read slots over NIXL, as they read the KV. A slot contains, in this order: a nonce of 16
-random bytes, which is cleared when the transfer is unpublished; the number of regions that hold
-their data; the acknowledgment; and the checksum of all regions once it is known. Readers without
-checksums read only the part before it.
+Readers read slots over NIXL, like the KV. A slot contains, in this order:
 
-A reader copies the slot into a slot of its own. After a successful read it writes the first 8 bytes
-of the nonce as the acknowledgment, so a late acknowledgment of another transfer has no effect.
-NIXL's notifications are not used, because the next read from the same peer would wait until that
-peer has received them.
+* a nonce of 16 random bytes, which is cleared when the transfer is unpublished
+* the number of regions that hold their data
+* the acknowledgment
+* the checksum of all regions, once it is known. Readers without checksums do not read this part.
+
+A reader copies the slot into a slot of its own. After a successful read, it writes the first 8
+bytes of the nonce into the prefill worker's slot as the acknowledgment. So a late acknowledgment of
+an earlier transfer has no effect. Notifications of NIXL are not used, because the next read from
+the same peer would wait until the peer has received them.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ CHECKSUM_BYTES = 8
 PLAIN_BYTES = NONCE_BYTES + COUNT_BYTES + ACK_BYTES  # a slot without the checksum
 SLOT_BYTES = PLAIN_BYTES + CHECKSUM_BYTES
 ACK_OFFSET = NONCE_BYTES + COUNT_BYTES
-SLOTS = 4096  # limit of published transfers and fetches together
+SLOTS = 4096  # most published transfers and fetches together
 
 
 class Validity(NamedTuple):
@@ -90,7 +92,7 @@ class ValiditySlots:
     def set_checksum(self, slot: int, checksum: int | None) -> None:
         """Publish the checksum of all regions.
 
-        Thread-safe. None: it can't be computed; fail its reads instead.
+        Thread-safe. None: the checksum can't be computed, so reads of the transfer have to fail.
         """
         if checksum is None:
             self.clear(slot)
@@ -111,7 +113,7 @@ class ValiditySlots:
         entry = self._page[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES]
         if entry[ACK_OFFSET:PLAIN_BYTES] != entry[:ACK_BYTES]:
             return False
-        # In a cleared slot, both are zeros.
+        # In a cleared slot, nonce and acknowledgment are zeros. This is no acknowledgment.
         if not any(entry[:NONCE_BYTES]):
             return False
         self._write(slot, ACK_OFFSET, bytes(ACK_BYTES))

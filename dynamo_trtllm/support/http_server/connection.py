@@ -27,12 +27,12 @@ from dynamo_trtllm.support.network.addresses import network_of
 
 log = logging.getLogger(__name__)
 
-# Beyond these, nothing is received.
-_UNREAD_BYTES = 64 << 10  # of a body that its handler has not read yet
-_WAITING = 8  # requests that wait behind another one
-# The most that is parsed at once. The parser does not report where in such a part a head begins, so
-# the received bytes of a head are only known to this precision. Nor does it stop at the end of a
-# request, so a few more than `_WAITING` may wait.
+# Above one of these limits, the connection receives nothing.
+_MAX_UNREAD_BYTES = 64 << 10  # most bytes of a body that its handler has not read yet
+_MAX_WAITING = 8  # most requests that wait behind another one
+# Most bytes that are parsed at once. The parser does not report where in such a part a head begins,
+# so the size of a head is only known to this precision. The parser does not stop at the end of a
+# request either, so a few more requests than `_MAX_WAITING` may wait.
 _PART_BYTES = 2 << 10
 _PROBE_PATHS = frozenset({"/live", "/ready", "/health"})  # answered at any load
 _BUG = "an internal error occurred; see the server's log for this request id"
@@ -45,18 +45,18 @@ class HttpConnection(asyncio.BufferedProtocol):
     """One connection. It runs one handler at a time, and further requests wait."""
 
     _transport: asyncio.Transport
-    _file = -1  # descriptor of the socket; -1 if there is none
-    _client = ""
-    network = ""  # of the client, see `network_of`
-    has_client_certificate = False  # of a CA that the server trusts; TLS sets it
+    _file = -1  # the descriptor of the socket; -1: there is none
+    _client = ""  # the address of the client
+    network = ""  # the network of the client, see `network_of`
+    has_client_certificate = False  # a CA that the server trusts has signed it; TLS sets this
     _ignores_data = False  # what the client still sends is discarded
     # The response was sent. The connection stays open so that the client can read it.
     _is_lingering = False
     _awaits_request = False  # `_timer` limits the time until the next request begins
     _is_paused = False  # the client does not read what was written
     _is_reading = True
-    _unparsed = memoryview(b"")  # received, and left for a turn, or until fewer requests wait
-    _awaits_turn = False  # it waits in `ParsingTurns`, and receives nothing until its turn
+    _unparsed = memoryview(b"")  # the bytes that are parsed later: in a turn, or when fewer wait
+    _awaits_turn = False  # the connection waits in `ParsingTurns`, and receives nothing until then
     _timer: asyncio.TimerHandle | None = None  # limits the time until the client has sent something
     _read_timer: ReadTimer  # closes the connection if the client does not read what was written
 
@@ -66,14 +66,14 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._timing = server.limits.timing
         self._loop = asyncio.get_running_loop()
         self._parser = RequestParser(server.limits, self)
-        self._current: Exchange | None = None  # whose handler runs, or was the last to run
-        self._handler: asyncio.Task[None] | None = None  # of `_current`
-        self._newest: Exchange | None = None  # the last one that was received
-        self._waiting: deque[Exchange] = deque()  # whose handlers have not begun
+        self._current: Exchange | None = None  # its handler is running, or was the last to run
+        self._handler: asyncio.Task[None] | None = None  # the handler of `_current`
+        self._newest: Exchange | None = None  # the exchange whose head was received last
+        self._waiting: deque[Exchange] = deque()  # the exchanges whose handlers have not begun
 
     @property
     def is_idle(self) -> bool:
-        """True if this connection is open and runs no request: it may be closed for another one."""
+        """True if the connection is open and runs no request. Then it may be closed for another."""
         return self in self._server.idle
 
     @property
@@ -124,14 +124,10 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._await_turn(has_rest=True)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Return where the next bytes are received.
-
-        All connections share a buffer, because the bytes are copied at once.
-        """
+        """Return the buffer for the next bytes. All connections share it: it is copied at once."""
         return self._server.receive_buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Receive bytes that are in the buffer."""
         self.receive(bytes(self._server.receive_buffer[:nbytes]))
 
     def receive(self, data: bytes) -> None:
@@ -145,17 +141,15 @@ class HttpConnection(asyncio.BufferedProtocol):
         if self._may_parse:
             self._await_turn(has_rest=False)
         elif self._ignores_data:
-            # Receive nothing before a turn, so that what is discarded takes no time from others.
+            # Receive nothing before the next turn. So a client whose bytes are discarded takes no
+            # time from others.
             self._await_turn(has_rest=True)
         self._update_reading()
 
     @property
     def _may_parse(self) -> bool:
-        """True if something was received that can be parsed.
-
-        A packet can have thousands of requests, of which only a few may wait.
-        """
-        return bool(self._unparsed) and len(self._waiting) < _WAITING
+        """True if there are unparsed bytes, and another request may wait."""
+        return bool(self._unparsed) and len(self._waiting) < _MAX_WAITING
 
     def _parse_part(self) -> None:
         """Parse a part of what was received."""
@@ -192,7 +186,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         try:
             is_http = parser.feed(part)
             if not is_http:
-                # The client wants to change the protocol, which is not offered. Ignore the rest.
+                # The client wants another protocol, which is not offered. Ignore the rest.
                 self._ignores_data = True
             if self._ignores_data:
                 return
@@ -205,8 +199,8 @@ class HttpConnection(asyncio.BufferedProtocol):
     # --- called by the parser, within `feed` ------------------------------------------------------
 
     def on_begin(self) -> None:
-        # The timer of the first request runs since the connection was made. The timer of an idle
-        # connection is replaced.
+        # The timer of an idle connection is replaced. The timer of the first request was started
+        # with the connection, and goes on.
         if self._timer is None or self._awaits_request:
             self._arm(self._limits.receive_timeout_s, self._cut)
 
@@ -220,9 +214,10 @@ class HttpConnection(asyncio.BufferedProtocol):
         if self.is_idle:
             if not request.is_probe:
                 self._server.check_capacity()
-            # Make it the last idle one: until its body is there, it may be evicted after others.
+            # The connection counts as idle until the body has arrived. Now it becomes the last of
+            # the idle ones, so others are evicted first.
             self._server.mark_idle(self)
-        # Also count again what was counted while this head arrived.
+        # A head may have been counted as large while it arrived. Now its exact size is known.
         if request.large_head_bytes or self in self._server.large_heads:
             self._count_large_heads(request.large_head_bytes)
         response = HttpResponse(
@@ -275,10 +270,10 @@ class HttpConnection(asyncio.BufferedProtocol):
                 self._keep_open()
 
     def _count_large_heads(self, head_bytes: int) -> None:
-        """Count the large heads of this connection: of requests that wait or run, and a new one.
+        """Count the large heads of this connection: of requests that wait or run, and of a new one.
 
         Args:
-            head_bytes: size of the new one, or of what has arrived of it. 0: it is not large.
+            head_bytes: number of bytes of the new head that have arrived. 0: the head is not large.
 
         Raises:
             Overloaded: the large heads of all connections together exceed their limit.
@@ -296,13 +291,13 @@ class HttpConnection(asyncio.BufferedProtocol):
     # --- requests ---------------------------------------------------------------------------------
 
     def _exchanges(self) -> list[Exchange]:
-        """Return the current request, if there is one, and those that wait."""
+        """Return the current exchange, if there is one, and those that wait."""
         if self._current is None:
             return list(self._waiting)
         return [self._current, *self._waiting]
 
     def _begin_next(self) -> None:
-        """Run the next request's handler, if the response before it was sent and is being read."""
+        """Run the next handler, if the response before was sent and the client reads it."""
         if self._current is not None and not self._current.response.ended:
             return
         if not self._waiting or self._transport.is_closing():
@@ -313,7 +308,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._current = self._waiting.popleft()
         if self._current.request.is_complete:
             self._keep_open()
-        else:  # the body could not arrive while others were before it
+        else:  # the body could not arrive while other requests were before this one
             self._arm_body()
         self._read_timer.stop()
         self._server.parsing_turns.count_handler()
@@ -324,12 +319,12 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._handler.add_done_callback(self._served)
 
     def _keep_open(self) -> None:
-        """Keep this connection, which runs a received request, open even if others need one."""
+        """Do not close the connection for another one while its complete request runs."""
         if self._current is not None and not self._current.request.is_probe:
             self._server.mark_running(self)
 
     def _forget_request(self) -> None:
-        """Free a request that has ended, with its head."""
+        """Free the current request, which has ended, unless its body still arrives."""
         ended = self._current
         if ended is None or not ended.request.is_complete:
             return
@@ -368,7 +363,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         except asyncio.CancelledError:
             failure = errors.Draining("the server shut down before the request was complete; retry")
             raise
-        except Exception:  # any bug of a handler: logged here, answered as `internal`
+        except Exception:  # a bug of the handler, which is logged and answered as `internal`
             log.exception("%s %s failed", request.method, request.path)
         finally:
             if not (response.ended or request.is_lost):
@@ -404,14 +399,14 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._update_reading()
 
     def _update_reading(self) -> None:
-        """Receive data, unless this connection has received enough or others have their turn.
+        """Receive data, unless this connection waits for its turn or has received enough.
 
         It has enough if too many requests wait, or if a handler does not read its body.
         """
         newest = self._newest
-        is_full = len(self._waiting) >= _WAITING
+        is_full = len(self._waiting) >= _MAX_WAITING
         if newest is not None and not newest.response.ended:
-            is_full = is_full or newest.request.unread_bytes > _UNREAD_BYTES
+            is_full = is_full or newest.request.unread_bytes > _MAX_UNREAD_BYTES
         reads = not is_full and not self._awaits_turn
         if reads == self._is_reading or self._transport.is_closing():
             return
@@ -449,7 +444,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._timer = None
         seconds = self._limits.receive_timeout_s
         if not self._is_reading and self._waiting:
-            self._arm(seconds, self._cut)  # the request could not arrive
+            self._arm(seconds, self._cut)  # the server did not read, so nothing could arrive
         elif self._parser.awaits_head and self._parser.received_bytes:
             self._reject(
                 errors.RequestTimeout(
@@ -466,12 +461,12 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._transport.abort()
 
     def hang_up(self) -> None:
-        """Close the connection, whose client sends no more.
+        """Close the connection, because its client sends no more.
 
-        While the connection reads, the event loop does this. This is for one that does not read.
+        The event loop notices this for connections that read. This is called for the others.
         """
         if self._is_lingering:
-            return  # the client may still read the response, which an early end would discard
+            return  # the client may still read the response, which a close would discard
         self._transport.close()
         if self._transport.get_write_buffer_size():
             self._read_timer.watch()
@@ -529,8 +524,8 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._disarm()
         current = self._current
         newest = self._newest
-        # The client still sends a body: of the request that was answered, or of one behind it. A
-        # close now could reset the connection before the client has read the answer.
+        # The client may still send a body, of the answered request or of a later one. Then a close
+        # could reset the connection before the client has read the answer.
         if current and newest and current.response.ended and not newest.request.is_complete:
             self._waiting.clear()
             self._ignores_data = True
@@ -543,7 +538,7 @@ class HttpConnection(asyncio.BufferedProtocol):
     def _reject(self, error: DynamoError) -> None:
         """Receive no more, and end the connection.
 
-        The connection ends after the response that is being sent, or else with this error.
+        If a response is being sent, the connection ends after it, otherwise with `error`.
         """
         self._ignores_data = True
         self._disarm()
@@ -555,7 +550,7 @@ class HttpConnection(asyncio.BufferedProtocol):
                 self._linger()
                 return
             if self._waiting:
-                # Its handler has not begun. The requests before it are still answered.
+                # The handler of the newest request has not begun. Those before are still answered.
                 self._waiting.pop()
                 newest = self._waiting[-1] if self._waiting else self._current
                 self._newest = newest

@@ -1,4 +1,4 @@
-"""Hold the open connections of a server, and what they share: limits, turns, running handlers."""
+"""Manage the open connections of a server, and the state that they share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dynamo_trtllm.support.network.by_group import ByGroup
 
 log = logging.getLogger(__name__)
 
-# the most that is received from a connection before others have their turn
+# Most bytes that are received from a connection before other connections have their turn.
 _RECEIVE_BYTES = 16 << 10
 _LOG_EVERY_S = 10.0
 
@@ -44,8 +44,8 @@ class ConnectionGroup:
 
     Args:
         handler: runs the requests.
-        limits: of the connections.
-        error_form: the form of errors, unless the handler sets another one.
+        limits: the limits of the connections.
+        error_form: the form of errors, unless the handler sets another form.
     """
 
     def __init__(self, handler: Handler, limits: ConnectionLimits, error_form: ErrorForm) -> None:
@@ -55,23 +55,24 @@ class ConnectionGroup:
         self.max_open = limits.max_connections + limits.reserved_connections
         self.batch = FlushBatch()
         self.open: set[OpenConnection] = set()
-        # Those of `open` that may be closed to accept others, because they run no request. Some
-        # receive one.
+        # The connections that run no request. They may be closed to accept others, even while they
+        # receive a request.
         self.idle = ByGroup[OpenConnection](attrgetter("network"))
         self.large_heads = LargeHeads(limits.max_large_head_bytes)
         self.parsing_turns = ParsingTurns()
         self.hangups = HangupWatch()
         self.receive_buffer = memoryview(bytearray(_RECEIVE_BYTES))
-        self.tasks: set[asyncio.Task[None]] = set()  # of running handlers
+        self.tasks: set[asyncio.Task[None]] = set()  # the tasks of running handlers
         self.is_draining = False
         self.changed = asyncio.Event()  # set when a connection or a task has ended
-        self._num_evicted = 0  # idle connections, since the last log line about them
+        self._num_evicted = 0  # number of evicted connections since the last log line about them
         self._logged_at_s = -math.inf
 
     def admit(self, connection: OpenConnection) -> None:
         """Add a connection that was opened.
 
-        If there are too many, close the idlest one of the client that has most idle ones.
+        If there are too many connections, close the idlest connection of the client that has the
+        most idle connections.
         """
         if len(self.open) >= self.max_open:
             self.evict_idlest()
@@ -79,7 +80,7 @@ class ConnectionGroup:
         self.idle.add(connection)
 
     def remove(self, connection: OpenConnection) -> None:
-        """Forget a connection that has ended. A second call does nothing."""
+        """Remove a connection that has ended. Idempotent."""
         self.open.discard(connection)
         self.idle.discard(connection)
         self.large_heads.release(connection)
@@ -94,14 +95,17 @@ class ConnectionGroup:
             )
 
     def mark_running(self, connection: OpenConnection) -> None:
-        """Keep a connection open while it runs a request, unless too many run one already."""
+        """Do not evict a connection while it runs a request.
+
+        If too many connections run requests, this has no effect.
+        """
         if self._num_running < self.limits.max_connections:
             self.idle.discard(connection)
 
     def mark_idle(self, connection: OpenConnection) -> None:
-        """Let other connections replace this one, whose request has ended.
+        """Let other connections replace this one.
 
-        It is the least idle one now.
+        This connection is now the least idle one, so all others are evicted before it.
         """
         self.idle.add(connection)
 
@@ -130,7 +134,8 @@ class ConnectionGroup:
     def drain(self) -> None:
         """Close connections after their responses.
 
-        Idle ones are closed when a request on its way has had time to arrive.
+        A connection without a request is closed a little later, because a request may be on its
+        way.
         """
         self.is_draining = True
         for connection in list(self.open):

@@ -1,6 +1,6 @@
 """A request and its response, as handlers see them.
 
-They belong to one connection, the only owner of its socket.
+Both belong to one connection. Only the connection owns the socket.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from dynamo_trtllm.protocol.errors import DynamoError, RequestTimeout
 from dynamo_trtllm.protocol.http_status import RETRY_AFTER_S, ErrorForm, to_response
 from dynamo_trtllm.support.http_server.request_head import Headers
 
-_FLUSH_BYTES = 32 << 10  # of events that wait for the end of the turn; more are written at once
+# Events wait for the end of the turn. If more than this many bytes wait, they are written at once.
+_FLUSH_BYTES = 32 << 10
 JSON = "application/json"
-_SIZE_LINES = [b"%x\r\n" % size for size in range(1024)]  # of chunks
+_SIZE_LINES = [b"%x\r\n" % size for size in range(1024)]  # the size lines of small chunks
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}" for status in HTTPStatus}
 
 
@@ -38,11 +39,11 @@ class HttpRequest:
     is_lost = False  # the client has disconnected
     is_complete = False  # the whole body has arrived
     expects_continue = False  # the client sends the body after a response with status 100
-    unread_bytes = 0
+    unread_bytes = 0  # number of bytes that have arrived and that the handler has not read
     is_probe = False  # the request asks for the health of this process
     sender: object = None  # who has sent the request, if the guard of the server has found out
-    has_client_certificate = False  # of a CA that the server trusts
-    large_head_bytes = 0  # size of the head. 0: it is small, so `LargeHeads` does not count it
+    has_client_certificate = False  # a CA that the server trusts has signed the certificate
+    large_head_bytes = 0  # size of a large head. 0: the head is small, and is not counted
 
     def __init__(
         self, method: str, path: str, query: str, headers: Headers, client: str, on_read: _Notify
@@ -50,12 +51,13 @@ class HttpRequest:
         """Create a request of which no body has arrived.
 
         Args:
-            method: in upper case.
-            path: decoded, without the query.
-            query: not decoded.
+            method: the method in upper case.
+            path: the decoded path, without the query.
+            query: the query, which is not decoded.
             headers: the headers.
-            client: IP address.
-            on_read: is called before `receive` waits, and after it has taken a part of the body.
+            client: the IP address of the client.
+            on_read: called before `receive` waits, and after `receive` has taken a part of the
+                body.
         """
         self.method = method
         self.path = path
@@ -112,12 +114,10 @@ class HttpRequest:
 
 
 class FlushBatch:
-    """The responses written to in this turn of the event loop.
+    """The responses that were written to in this turn of the event loop.
 
-    Each is flushed once, at the end of the turn.
-
-    A worker's message contains tokens of many responses, and of each response several if they
-    arrive fast.
+    Each response is flushed once, at the end of the turn. A message of a worker contains tokens of
+    many responses, and if tokens arrive fast, several tokens of each response.
     """
 
     def __init__(self) -> None:
@@ -138,18 +138,18 @@ class FlushBatch:
 class HttpResponse:
     """The response to one request: a whole body, or a stream of events.
 
-    What is sent after the client has disconnected is dropped.
+    Data that is sent after the client has disconnected is dropped.
     """
 
     started = False
     ended = False
-    status = 0  # HTTP status, once it was sent
+    status = 0  # the HTTP status; 0: it was not sent yet
     is_writable = False  # events were started, and the client is connected and keeps up
-    deadline = 0.0  # seconds since the epoch; until then a client may read slowly
+    deadline = 0.0  # a time in seconds since the epoch, until which the client may read slowly
     # True: if the client disconnects before the response has ended, the handler is cancelled.
     cancels_handler = False
-    # Is called when the server shuts down while this response is being sent. A response without an
-    # end of its own must then end.
+    # Called when the server shuts down while this response is being sent. A response that would go
+    # on without end must then end.
     on_drain: Callable[[], None] | None = None
     _is_lost = False
     _is_paused = False
@@ -171,13 +171,13 @@ class HttpResponse:
 
         Args:
             transport: the connection.
-            batch: flushes the response at the end of the loop's turn.
-            on_end: is called after the last byte was written.
-            error_form: the form of errors, unless a handler sets another one.
-            stall_s: least time for a client that reads slowly, in seconds.
-            is_head: the body is left out, because the request's method is HEAD.
-            is_chunked: the client accepts chunks. Otherwise the end of a stream is that of the
-                connection.
+            batch: flushes the response at the end of the event loop's turn.
+            on_end: called after the last byte was written.
+            error_form: the form of errors, unless a handler sets another form.
+            stall_s: shortest time in seconds after which a slow client is disconnected.
+            is_head: the request's method is HEAD, so the body is left out.
+            is_chunked: the client accepts chunks. Otherwise the end of the connection ends a
+                stream.
             keeps_alive: the connection stays open for another request.
         """
         self._transport = transport
@@ -187,16 +187,17 @@ class HttpResponse:
         self._is_head = is_head
         self._is_chunked = is_chunked
         self.keeps_alive = keeps_alive
-        self.headers: dict[str, str] = {}  # sent in addition to those of the handler
+        self.headers: dict[str, str] = {}  # headers beside those that the handler sends
         self.error_form = error_form
-        self.request_id = ""  # of the request, for its errors
+        self.request_id = ""  # the id of the request, which errors contain
         self._unsent: list[bytes] = []
-        self._unsent_event_bytes = 0  # the part of `_unsent` that `send_events` has added
+        self._unsent_event_bytes = 0  # number of bytes in `_unsent` that `send_events` has added
 
     def cancel_on_disconnect(self) -> None:
-        """Let a disconnect cancel the handler until the response has ended.
+        """Cancel the handler if the client disconnects before the response has ended.
 
-        Raises ClientDisconnected.
+        Raises:
+            ClientDisconnected: the client has disconnected already.
         """
         if self._is_lost:
             raise ClientDisconnected
@@ -237,7 +238,7 @@ class HttpResponse:
     def start_events(self, headers: Mapping[str, str]) -> None:
         """Send the headers of a stream.
 
-        They go together with the first event if that follows in this turn of the loop.
+        If the first event follows in this turn of the event loop, both are sent together.
         """
         stream_headers = {
             "Content-Type": "text/event-stream; charset=utf-8",
@@ -250,11 +251,11 @@ class HttpResponse:
         self.is_writable = not (self._is_paused or self._is_lost)
 
     def write(self, events: bytes) -> None:
-        """Send events at the end of the event loop's turn. `events` is not empty.
+        """Send events at the end of the event loop's turn. `events` must not be empty.
 
         Called while `is_writable`, or right after `start_events`.
         """
-        if self.ended:  # the bytes would be part of the next response
+        if self.ended:  # the client would take the events for a part of the next response
             return
         unsent = self._unsent
         if not unsent:
@@ -267,9 +268,9 @@ class HttpResponse:
             unsent.append(events)
 
     async def send_events(self, events: bytes, *, last: bool = False) -> None:
-        """Send events as `write` does, the last ones at once.
+        """Send events as `write` does, but the last ones at once.
 
-        Waits while the client reads slowly; disconnects it if it reads too slowly for too long.
+        While the client reads slowly, this waits. After a time limit, the client is disconnected.
         """
         if self._is_paused:
             await self._until_resumed()
@@ -279,8 +280,8 @@ class HttpResponse:
             self._end(b"0\r\n\r\n" if self._is_chunked else b"")
             return
         self._unsent_event_bytes += len(events)
-        # Only the transport notices that a client reads slowly, and then calls `pause`. So the
-        # transport gets the data before much more of it is collected here.
+        # Only the transport notices that a client reads slowly, and then calls `pause`. Therefore
+        # the data is passed to the transport before much of it is collected here.
         if self._unsent_event_bytes >= _FLUSH_BYTES:
             self.flush()
 
@@ -326,7 +327,7 @@ class HttpResponse:
         body_headers: Mapping[str, str],
         handler_headers: Mapping[str, str] | None,
     ) -> None:
-        """Send the head, at the end of the loop's turn. Headers of the handler override others."""
+        """Send the head at the end of the turn. Headers of the handler override others."""
         assert not self.started
         headers = {"Date": _date(int(time.time())), **body_headers, **self.headers}
         if handler_headers is not None:
@@ -342,7 +343,7 @@ class HttpResponse:
         if head.count("\n") != num_breaks or head.count("\r") != num_breaks:
             raise ValueError("a value of a response header contains a line break")
         self._unsent.append(head.encode("latin-1"))
-        # Only now: after an error above, `fail` can still send another response.
+        # This is set last. So after an error above, `fail` can still send another response.
         self.started = True
         self.status = status
         self._batch.add(self)
@@ -359,7 +360,7 @@ class HttpResponse:
     async def _until_resumed(self) -> None:
         """Wait until the client has read enough, or has disconnected.
 
-        The connection is closed if this takes longer than `stall_s` and the time to the deadline,
+        If this takes longer than `stall_s`, and the deadline has passed, the connection is closed,
         even if the client reads a little.
         """
         loop = asyncio.get_running_loop()
@@ -391,7 +392,7 @@ def _date(second: int) -> str:
 class ReadTimer:
     """Closes a connection whose client does not read.
 
-    One limit applies at a time: the first that was set.
+    At most one limit applies at a time. While it applies, `watch` sets no other limit.
     """
 
     def __init__(self, transport: asyncio.Transport, stall_s: float) -> None:
@@ -403,7 +404,7 @@ class ReadTimer:
     def limit_answer(self, seconds: float, response: HttpResponse) -> None:
         """Close the connection after this time, unless the client has read the response by then.
 
-        Call it while no other limit applies.
+        This must be called while no other limit applies.
         """
         assert self._timer is None
         self._timer = self._loop.call_later(seconds, self._cut_answer, response)

@@ -7,17 +7,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionTiming:
-    """Waits of a server for its clients, in seconds. Users can't change them; tests do."""
+    """How long a server waits for its clients, in seconds. Only tests change these times."""
 
-    # Least time for a client that reads slowly, before its connection is closed.
+    # The shortest time after which the connection of a client that reads slowly is closed.
     stall_s: float = 30.0
-    # To send the error for a body that arrived too slowly, before the connection is closed.
+    # The time to send the error for a body that has arrived too slowly, before the connection is
+    # closed.
     grace_s: float = 5.0
-    # For a request that was sent before its client could know that the server shuts down.
+    # After the shutdown has begun, the wait for a request that a client has sent before it could
+    # know this.
     drain_s: float = 1.0
-    # For the handshake of TLS.
+    # The longest time for the handshake of TLS.
     handshake_s: float = 10.0
-    # For a rejected client to read the error: a close while it sends would discard the error.
+    # The time in which a rejected client can read the error. If the connection were closed while
+    # the client sends, the client would lose the error.
     linger_s: float = 1.0
 
 
@@ -28,21 +31,21 @@ TIMING = ConnectionTiming()
 class ConnectionLimits:
     """The limits of one server.
 
-    At most `max_connections` run requests; further requests get 429, unless they ask for the health
-    of the process. `reserved_connections` more may be open, so there are always idle ones. A
-    further connection replaces one of these.
+    At most `max_connections` connections run requests. Further requests get 429, unless they ask
+    for the health of the process. `reserved_connections` more connections may be open, so there are
+    always idle connections. A further connection replaces an idle one.
     """
 
     max_connections: int
     reserved_connections: int
-    max_header_bytes: int  # request line and headers
-    # for the head from its first byte (or the connection) on, then for the body
+    max_header_bytes: int  # limit of the request line and the headers together
+    # The longest time in which the head of a request may arrive, and then its body.
     receive_timeout_s: float
-    keep_alive_timeout_s: float  # of an idle connection
-    # until the client has read a response; None: no limit here
+    keep_alive_timeout_s: float  # an idle connection is closed after this time
+    # The longest time until the client has read a response. None: there is no such limit.
     answer_timeout_s: float | None = None
-    # includes chunk sizes, extensions and trailers beyond `max_header_bytes`
+    # Limit of a body. Chunk sizes, extensions and trailers may take `max_header_bytes` in addition.
     max_body_bytes: int = 0
-    max_large_head_bytes: int = 32 << 20  # of all request heads together that are large
-    keeps_all_headers: bool = False  # also those that this server does not read
+    max_large_head_bytes: int = 32 << 20  # limit of all large request heads together
+    keeps_all_headers: bool = False  # store headers that this server does not read, too
     timing: ConnectionTiming = TIMING

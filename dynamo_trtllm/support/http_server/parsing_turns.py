@@ -9,8 +9,8 @@ from collections.abc import Callable, Hashable
 from typing import Protocol
 
 PARSING_S = 0.01  # time for parsing in one iteration
-HANDLER_S = 0.0002  # what a handler takes at its beginning
-# what a turn takes in addition to parsing: the connection stops and resumes reading
+HANDLER_S = 0.0002  # time that the beginning of a handler takes
+# Time that a turn takes in addition to parsing, because the connection stops and resumes reading.
 _TURN_S = 0.00005
 
 
@@ -52,24 +52,26 @@ class _WaitingGroups:
 class ParsingTurns:
     """The connections that wait until there is time to parse what they have received.
 
-    A connection parses what it receives at once while the iteration has time left. Otherwise it
-    waits, and receives nothing more: as long as 1,024 sockets have data, libuv reads from up to
-    49,152 of them in one iteration.
+    While the iteration has time left, a connection parses at once what it receives. Otherwise the
+    connection waits for its turn. Until then it receives nothing more, because libuv may read from
+    up to 49,152 sockets in one iteration.
 
     In its turn, a connection parses one part. The networks of clients take turns. Within a network,
-    connections with new data take turns with those that have parts left from their last turn. So a
-    client delays no others if it sends much, or small pieces that take long.
+    connections with new data take turns with connections that have parts left from their last turn.
+    So a client does not delay others if it sends much data, or small pieces that take long.
 
-    Every second turn is for a connection whose request begins. So a small request does not wait for
-    the bodies of thousands of networks.
+    Every second turn goes to a connection whose request begins. So a small request does not wait
+    for the bodies of thousands of networks.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._used_s = 0.0  # in this iteration
+        self._used_s = 0.0  # time that was used in this iteration
         self._is_scheduled = False  # the next iteration calls `_begin_iteration`
-        self._beginning = _WaitingGroups()  # by network
-        self._others = _WaitingGroups()  # by network, and whether parts are left from the last turn
+        # The connections whose request begins, by network.
+        self._beginning = _WaitingGroups()
+        # The other connections, by network and by whether parts are left from the last turn.
+        self._others = _WaitingGroups()
         self._is_turn_of_others = False
 
     @property
@@ -78,7 +80,7 @@ class ParsingTurns:
         return self._used_s >= PARSING_S
 
     def run(self, act: Callable[[], None], more_s: float = 0.0) -> None:
-        """Call `act`, and count the time that it takes, and some more."""
+        """Call `act`, and count the time that it takes, and `more_s` in addition."""
         self._schedule()
         begun_s = self._clock()
         act()
@@ -95,10 +97,10 @@ class ParsingTurns:
         """Let a connection wait for its turn.
 
         Args:
-            connection: its `take_turn` is called once.
-            has_rest: it has no new data, only requests that wait, or a part that is left from an
-                earlier turn.
-            begins_request: nothing of its next request was parsed yet.
+            connection: the connection. Its `take_turn` is called once.
+            has_rest: the connection has no new data. It has only requests that wait, or a part that
+                is left from an earlier turn.
+            begins_request: nothing of the connection's next request was parsed yet.
         """
         self._schedule()
         if begins_request:

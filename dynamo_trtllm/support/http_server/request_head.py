@@ -1,4 +1,4 @@
-"""The head of a request: its headers, their limits, and the replacement of a request to upgrade."""
+"""The head of a request: its headers, their limits, and heads that ask for an upgrade."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Protocol
 
 from dynamo_trtllm.protocol.errors import HeadTooLarge, InvalidRequest
 
-MAX_HEADERS = 100  # of a request, together with its trailers
-SMALL_HEAD_BYTES = 4 << 10  # of a usual head; a larger one counts in `LargeHeads`
-_MAX_TARGET_BYTES = 8 << 10  # path and query; decoded, a path takes up to four times as much
+MAX_HEADERS = 100  # most headers and trailers of a request
+SMALL_HEAD_BYTES = 4 << 10  # a larger head counts in `LargeHeads`
+# Most bytes of path and query together. A decoded path takes up to four times as much memory.
+_MAX_TARGET_BYTES = 8 << 10
 READ_HEADERS = frozenset(
     {
         b"access-control-request-headers",
@@ -35,29 +36,29 @@ READ_HEADERS = frozenset(
         b"x-slo-ttft-ms",
     }
 )
-_LINE_FEED = ord("\n")  # a number is found in bytes twenty times as fast as bytes are
-# The parser needs all values of these headers.
+_LINE_FEED = ord("\n")  # bytes are searched for a number twenty times as fast as for bytes
+# The values of these headers are lists. If such a header is repeated, the parser needs all values.
 _LISTS = frozenset({b"connection", b"transfer-encoding", b"upgrade"})
 
 
 class Headers:
-    """The headers of a request that this server reads, `READ_HEADERS`.
+    """The headers of a request that this server reads, see `READ_HEADERS`.
 
-    The others take no memory, unless hooks of a program may read them. In a list of pairs, short
-    headers would take twenty times as much as their client sent.
+    Other headers are stored only if hooks of a program may read them. Otherwise a client could use
+    much memory: a short header takes up to twenty times as many bytes as were sent.
     """
 
     __slots__ = ("_num_more_hosts", "_values")
 
     def __init__(self) -> None:
-        self._values: dict[bytes, bytes] = {}  # by name in lower case
-        self._num_more_hosts = 0
+        self._values: dict[bytes, bytes] = {}  # the values by lower-case name
+        self._num_more_hosts = 0  # number of Host headers after the first one
 
     def add(self, name: bytes, value: bytes) -> None:
-        """Add a header. Of a repeated one, the first value counts, unless its values form a list.
+        """Add a header. If it is repeated, the first value counts, unless it is a list.
 
         Args:
-            name: in lower case.
+            name: the name in lower case.
             value: the value.
 
         Raises:
@@ -104,20 +105,22 @@ class HeadHolder(Hashable, Protocol):
 class LargeHeads:
     """Limit the memory of all large request heads of a server.
 
-    They count from their arrival until their requests end. Heads of up to `SMALL_HEAD_BYTES` are
-    not counted, so they are accepted when large ones have used up the memory.
+    A head counts from its arrival until its request has ended. Heads of up to `SMALL_HEAD_BYTES`
+    are not counted, so they are accepted even when large heads have used up the memory.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._in_use = 0
-        self._held: dict[HeadHolder, int] = {}  # bytes by connection, the oldest entry first
+        # The number of bytes by connection, the oldest entry first.
+        self._held: dict[HeadHolder, int] = {}
 
     def hold(self, connection: HeadHolder, num_bytes: int) -> bool:
         """Set the bytes of all large heads of a connection.
 
-        If all connections together have too many, close others that run no request, the oldest
-        entry first. If that is not enough, count nothing for this connection and return False.
+        If all connections together have too many bytes, other connections that run no request are
+        closed, the oldest entry first. If that is not enough, nothing is counted for this
+        connection, and the result is False.
         """
         self._in_use += num_bytes - self._held.get(connection, 0)
         self._held[connection] = num_bytes
@@ -130,7 +133,7 @@ class LargeHeads:
         return True
 
     def _oldest_idle(self, other_than: HeadHolder) -> HeadHolder | None:
-        """Return the holder with the oldest entry that runs no request; None: all run one."""
+        """Return the connection with the oldest entry that runs no request, if there is one."""
         for holder in self._held:
             if holder is not other_than and holder.is_idle:
                 return holder
@@ -149,7 +152,7 @@ class LargeHeads:
             self.release(connection)
 
     def release(self, connection: HeadHolder) -> None:
-        """Remove a connection with all its bytes. A second call does nothing."""
+        """Remove a connection with all its bytes. Idempotent."""
         self._in_use -= self._held.pop(connection, 0)
 
 
@@ -193,14 +196,14 @@ def head_too_large(max_bytes: int) -> HeadTooLarge:
 
 
 def without_upgrade(method: bytes, url: bytes, version: str, headers: Headers) -> bytes | None:
-    """Return the head of a request for an upgrade without that header; None if it has no body.
+    """Return the head of a request without the header Upgrade. None: the request has no body.
 
-    The parser takes no body after such a header, although the request is a usual one to a server
-    that offers no upgrade. The other headers that are read are unchanged, so that the end of the
-    body is where the client's headers say.
+    A server that offers no upgrade should serve such a request as usual. But the parser reads no
+    body after the header Upgrade, so the head is parsed again without it. The other headers stay
+    as they are, because they say where the body ends.
 
     Raises:
-        InvalidRequest: it asks for a tunnel or for WebSocket.
+        InvalidRequest: the request asks for a tunnel or for WebSocket.
     """
     if headers.first(b"content-length") is None and headers.first(b"transfer-encoding") is None:
         return None

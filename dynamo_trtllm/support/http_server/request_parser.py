@@ -12,8 +12,8 @@ from dynamo_trtllm.support.http_server import request_head
 from dynamo_trtllm.support.http_server.limits import ConnectionLimits
 from dynamo_trtllm.support.http_server.request_head import MAX_HEADERS, READ_HEADERS, Headers
 
-# Bytes of chunk sizes, chunk extensions and trailers that any body may have. Above this, they must
-# not exceed the data of the body.
+# Every body may have so many bytes of chunk sizes, chunk extensions and trailers. A body with more
+# of them must have at least as much data beyond this number.
 _FRAMING_BYTES = 16 << 10
 
 
@@ -21,16 +21,19 @@ class RequestHead(NamedTuple):
     """The head of a request, as it was parsed."""
 
     method: bytes
-    raw_path: bytes  # not decoded
+    raw_path: bytes  # the path, which is not decoded
     raw_query: bytes
-    version: str  # of HTTP
+    version: str  # the version of HTTP
     headers: Headers
-    num_bytes: int  # of the head, as far as the parser has reported them
+    num_bytes: int  # size of the head, as far as the parser has reported it
     keeps_alive: bool  # the connection may stay open after the response
 
 
 class RequestEvents(Protocol):
-    """The receiver of what is parsed. A `DynamoError` that it raises ends `RequestParser.feed`."""
+    """The receiver of parsed requests.
+
+    If a method raises a `DynamoError`, `RequestParser.feed` raises it, too.
+    """
 
     def on_begin(self) -> None:
         """Note that a request has begun."""
@@ -49,44 +52,47 @@ class RequestEvents(Protocol):
 
 
 class RequestParser:
-    """Parser of the requests of one connection.
+    """The parser of the requests of one connection.
 
-    If a head asks for an upgrade, the parser goes on with a head that does not (see
+    If a head asks for an upgrade of the protocol, it is replaced by a head without this (see
     `without_upgrade`).
     """
 
     awaits_head = True  # True before and during a request's head
-    received_bytes = 0  # of an incomplete head
-    _parsed_bytes = 0  # of the head and the trailers, as far as the parser has reported them
-    _num_headers = 0  # headers and trailers of the newest request
-    # received bytes of the newest body, with chunk sizes, chunk extensions and trailers
+    received_bytes = 0  # number of bytes of an incomplete head that were received
+    _parsed_bytes = 0  # size of the head and the trailers, as far as the parser has reported it
+    _num_headers = 0  # number of headers and trailers of the newest request
+    # Received bytes of the newest body, including chunk sizes, chunk extensions and trailers.
     _body_bytes = 0
-    _data_bytes = 0  # of the newest body, without them
+    # Received bytes of the data of the newest body.
+    _data_bytes = 0
 
     def __init__(self, limits: ConnectionLimits, events: RequestEvents) -> None:
         self._limits = limits
         self._keeps_all_headers = limits.keeps_all_headers
         self._events = events
         self._parser = httptools.HttpRequestParser(self)
-        # A client may send more after a request with `Connection: close`. It is not answered.
+        # A client may send more data after a request with `Connection: close`. This is no error,
+        # but such data gets no answer.
         self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self._url = b""
         self._headers = Headers()
-        self._plain_head: bytes | None = None  # replaces a head that asks for an upgrade
+        # The head without an upgrade, which the parser gets next.
+        self._plain_head: bytes | None = None
 
     def close(self) -> None:
-        """Break the cycles of references. Nothing can be parsed any more."""
+        """Break the reference cycles of this object. After this, nothing can be parsed."""
         del self._parser
         del self._events
 
     def feed(self, part: memoryview) -> bool:
         """Parse a part of what the client sends.
 
-        Return False if what follows may be of another protocol.
+        Return False if the following data may be of another protocol.
 
         Raises:
-            InvalidRequest: it is not HTTP/1.1.
-            DynamoError: a check of the head, or the receiver, has failed.
+            InvalidRequest: the data is not HTTP/1.1.
+            DynamoError: a check of the head has failed, or the receiver has raised this error.
         """
         if self.awaits_head:
             self.received_bytes += len(part)
@@ -95,8 +101,8 @@ class RequestParser:
         try:
             return self._parse(part)
         except httptools.HttpParserError as exc:
-            # The parser wraps the errors of the methods below. No variable here holds the wrapped
-            # error: it would refer to this frame, and the frame to it.
+            # The parser wraps the errors of the methods below. The wrapped error is not stored in a
+            # variable, because error and frame would then refer to each other.
             if isinstance(exc.__context__, DynamoError):
                 raise exc.__context__ from None
             raise errors.InvalidRequest("the request is not valid HTTP/1.1") from exc
@@ -106,7 +112,7 @@ class RequestParser:
 
         Raises:
             PayloadTooLarge: the body is too large.
-            InvalidRequest: the body has too much around its data.
+            InvalidRequest: the body has too many bytes of chunk sizes, extensions and trailers.
             HeadTooLarge: the head is too large.
         """
         limits = self._limits
@@ -126,7 +132,7 @@ class RequestParser:
             raise request_head.head_too_large(limits.max_header_bytes)
 
     def _parse(self, view: memoryview) -> bool:
-        """Feed the parser. See `feed` for the result."""
+        """Feed the parser. Return the result of `feed`."""
         while view:
             try:
                 self._parser.feed_data(view)
@@ -147,7 +153,8 @@ class RequestParser:
         self._url = b""
         self._headers = Headers()
         self._num_headers = 0
-        # The part began with the end of another request, so only this is known: there is a byte.
+        # If the part begins with the end of another request, it is not known how many bytes of it
+        # belong to this request. At least one byte does.
         if not self.received_bytes:
             self.received_bytes = 1
         self._events.on_begin()
@@ -164,7 +171,7 @@ class RequestParser:
             raise request_head.too_many_headers()
         name = name.lower()
         is_read = name in READ_HEADERS or self._keeps_all_headers
-        if is_read and self.awaits_head:  # after the head, it is a trailer
+        if is_read and self.awaits_head:  # after the head, this would be a trailer
             self._headers.add(name, value)
 
     def on_headers_complete(self) -> None:

@@ -1,4 +1,4 @@
-"""The TLS of one connection: a transport for `HttpConnection`, over that of the socket."""
+"""The TLS of one connection: a transport between `HttpConnection` and the socket."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from dynamo_trtllm.support.tls import ServerCertificate
 
 log = logging.getLogger(__name__)
 
-_READ_BYTES: Final = 16 << 10  # the most that a record of TLS holds
-_HANDSHAKE_RECORD: Final = 0x16  # first byte of every connection with TLS
-# A client may ask for a key update (RFC 8446, 4.6.3), and each time gets an answer of 27 bytes.
-# Clients do so once in gigabytes.
+_READ_BYTES: Final = 16 << 10  # most bytes of a record of TLS
+_HANDSHAKE_RECORD: Final = 0x16  # the first byte of every connection with TLS
+# Most bytes that TLS itself may send after the handshake. A client may ask for a key update (RFC
+# 8446, 4.6.3), and each time gets an answer of 27 bytes. Normal clients ask once in gigabytes.
 _MAX_REPLY_BYTES: Final = 4 << 10
 _TEXT: Final = b"this port needs TLS; use https:// instead of http://\n"
 _NOT_TLS: Final = (
@@ -30,29 +30,33 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
     """The TLS between a socket and its `HttpConnection`.
 
     The connection exists before the handshake. So the handshake is part of the time that a request
-    may take to arrive, and the connection counts for the limits like one that is idle.
+    may take to arrive, and during the handshake the connection counts as idle for the limits.
 
-    The TLS of an event loop hides what the limits of the HTTP server need. With it, a connection
-    begins after the handshake; the size of unsent data leaves out what waits for the socket, so a
-    client that reads nothing is not noticed; what a client sends after an early answer can't be
-    discarded, so it may lose the answer; and a paused connection receives up to 256 KiB more.
+    The TLS of the event loop is not used, because it hides what the limits of the HTTP server need:
+
+    * A connection begins only after the handshake.
+    * The size of unsent data does not include the data that waits for the socket. So a client that
+      reads nothing is not noticed.
+    * Data that a client sends after an early answer can't be discarded, so the client may lose the
+      answer.
+    * A paused connection receives up to 256 KiB more.
 
     Encryption takes turns with the parsing of other connections (`ParsingTurns`). A handshake takes
     up to 1 ms of CPU time.
     """
 
     _raw: asyncio.Transport
-    network = ""  # of the client
+    network = ""  # the network of the client
     _has_begun = False  # something was received
     _is_established = False  # the handshake is complete
     _is_shut = False  # the server sends nothing more
     _discards = False  # what the client still sends is discarded
-    _is_hung_up = False  # the client has ended its half
-    _is_paused = False  # the connection above wants to receive nothing
-    _awaits_turn = False  # in `ParsingTurns`; nothing more is received until its turn
+    _is_hung_up = False  # the client sends nothing more
+    _is_paused = False  # the `HttpConnection` wants to receive nothing
+    _awaits_turn = False  # this waits in `ParsingTurns`, and receives nothing until then
     _is_reading = True
-    _num_reply_bytes = 0  # sent by TLS itself after the handshake
-    _decrypted = b""  # not received by the connection yet
+    _num_reply_bytes = 0  # number of bytes that TLS itself has sent after the handshake
+    _decrypted = b""  # the decrypted data that the `HttpConnection` has not received yet
     _timer: asyncio.TimerHandle | None = None  # limits the time of the handshake
 
     def __init__(
@@ -62,8 +66,8 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
 
         Args:
             group: the group of the connection.
-            connection: receives what is decrypted.
-            certificate: that of the server.
+            connection: receives the decrypted data.
+            certificate: the certificate of the server.
         """
         super().__init__()
         self._group = group
@@ -76,7 +80,7 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
     # --- called by the event loop -----------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's transport is no subclass
+        # The transport of uvloop is not a subclass of asyncio.Transport.
         self._raw = cast("asyncio.Transport", transport)
         self._timer = asyncio.get_running_loop().call_later(
             self._group.limits.timing.handshake_s, self._cut_handshake
@@ -88,8 +92,8 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
         if self._timer is not None:
             self._end_handshake("disconnected")
         self._connection.connection_lost(exc)
-        # Otherwise, this transport and its connection would keep each other, and the large state of
-        # TLS, in memory until the next garbage collection.
+        # This transport and its connection refer to each other. If they still did, both would stay
+        # in memory with the large state of TLS until the next garbage collection.
         self._is_shut = True
         self._discards = True
         del self._connection, self._tls
@@ -140,8 +144,8 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
         return self._raw.get_extra_info(name, default)
 
     def write(self, data: bytes) -> None:  # type: ignore[override]
-        # Before the handshake, nothing can be encrypted. Only a connection that is being closed
-        # writes then, and its message is dropped.
+        # Before the end of the handshake, nothing can be encrypted. A connection writes at that
+        # time only if it is being closed. Its message is dropped.
         if self._is_shut or not self._is_established:
             return
         rest = memoryview(data)
@@ -156,8 +160,9 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
     def write_eof(self) -> None:
         """Send nothing more, and discard what the client still sends.
 
-        The client is not informed before the end. Most clients would end the whole connection, as
-        TLS 1.2 wants it, and those that still send would lose the answer.
+        The client is not informed of this before the connection is closed. Otherwise most clients
+        would end the whole connection, as TLS 1.2 requires. Then a client that still sends would
+        lose the answer.
         """
         self._discards = True
 
@@ -190,10 +195,10 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
     # ----------------------------------------------------------------------------------------------
 
     def _decrypt(self) -> None:
-        """Go on with the handshake, and decrypt what was received into `_decrypted`.
+        """Continue the handshake, and decrypt what was received into `_decrypted`.
 
-        A receive buffer can hold hundreds of small records. They are received by the connection
-        together, as they would be without TLS.
+        A receive buffer can hold hundreds of small records. The connection receives all of them
+        together, as it would without TLS.
         """
         parts: list[bytes] = []
         try:
@@ -221,7 +226,7 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
             self._raw.abort()
 
     def _deliver(self) -> None:
-        """Let the connection receive what was decrypted."""
+        """Let the connection receive the decrypted data."""
         data = self._decrypted
         if self._raw.is_closing():
             return
@@ -232,7 +237,7 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
             self._connection.hang_up()
 
     def _flush(self) -> None:
-        """Send what was encrypted."""
+        """Send the encrypted data."""
         if self._outgoing.pending:
             self._raw.write(self._outgoing.read())
 
@@ -242,7 +247,8 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
             return
         self._is_shut = True
         if self._is_established:
-            # `unwrap` raises an error unless the client has said the same, too. Do not wait for it.
+            # `unwrap` raises an error if the client has not ended its side yet. The server does not
+            # wait for that.
             with suppress(ssl.SSLError):
                 self._tls.unwrap()
             self._flush()
@@ -260,12 +266,12 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
     # --- the handshake ----------------------------------------------------------------------------
 
     def _shake_hands(self) -> None:
-        """Go on with the handshake. Raises ssl.SSLError."""
+        """Continue the handshake. Raises ssl.SSLError."""
         self._tls.do_handshake()
         self._is_established = True
         self._connection.has_client_certificate = bool(self._tls.getpeercert())
         self._end_handshake("ok")
-        # What ends the handshake is sent here, so that it does not count as a reply.
+        # The last bytes of the handshake are sent here, so that they do not count as a reply.
         self._flush()
 
     def _end_handshake(self, outcome: str) -> None:
@@ -289,7 +295,7 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
         self._raw.close()
 
     def _fail(self, exc: ssl.SSLError) -> None:
-        """End a connection after an error. The client is sent the alert of TLS."""
+        """End a connection after an error, and send the alert of TLS to the client."""
         log.debug("TLS with client %s failed: %s", self.network, exc)
         if not self._is_established:
             is_certificate = isinstance(exc, ssl.SSLCertVerificationError)

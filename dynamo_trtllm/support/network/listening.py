@@ -16,12 +16,14 @@ from dynamo_trtllm.support.network.addresses import LOOPBACK, is_loopback
 
 log = logging.getLogger(__name__)
 
-BACKLOG = 2048  # connections that wait to be accepted
-ACCEPTS_PER_TURN = 64  # a new request of a frontend takes 1 to 2 ms of work
+BACKLOG = 2048  # most connections that wait to be accepted
+# Most connections that are accepted in one iteration of the event loop. Each new request of a
+# frontend takes 1 to 2 ms of work.
+ACCEPTS_PER_TURN = 64
 _PAUSE_S = 0.1  # pause after a failed accept
-_RELIEVED_S = 0.001  # the same, if idle connections are being closed to free resources
+_RELIEVED_PAUSE_S = 0.001  # pause after a failed accept if idle connections are being closed
 _LOG_EVERY_S = 10.0
-# errors after which the listening socket itself is unusable
+# Errors after which the listening socket itself is unusable.
 _UNUSABLE = frozenset({errno.EBADF, errno.EINVAL, errno.ENOTSOCK})
 
 Relieve: TypeAlias = Callable[[], bool]
@@ -34,10 +36,10 @@ def bind(
 
     Args:
         host: IP address or host name.
-        port: 0 takes a free one.
-        is_shared: let other processes bind the same port, if all of them set this (SO_REUSEPORT).
+        port: the port. 0: any free port.
+        is_shared: other processes may bind the same port, if all of them set this (SO_REUSEPORT).
         setting: prefix of the flags --{setting}-host and --{setting}-port, for the error.
-        listens: the socket listens, too.
+        listens: the socket also listens.
 
     Raises:
         ConfigError: the port can't be bound.
@@ -60,7 +62,7 @@ def bind(
 def listen(
     host: str, port: int, *, is_shared: bool = False, setting: str = "http"
 ) -> socket.socket:
-    """Return a listening TCP socket. Arguments and errors are those of `bind`."""
+    """Return a listening TCP socket. The arguments and errors are those of `bind`."""
     return bind(host, port, is_shared=is_shared, setting=setting, listens=True)
 
 
@@ -70,8 +72,8 @@ def warn_if_exposed(host: str, port: int, what: str, flag: str) -> None:
     Args:
         host: the address that the server listens on.
         port: the port that it listens on.
-        what: what every client can do, because the server has no authentication. It completes
-            "every client can …".
+        what: the words after "every client can", which say what clients can do without
+            authentication.
         flag: the flag that sets `host`.
     """
     if not is_loopback(host):
@@ -83,11 +85,10 @@ def warn_if_exposed(host: str, port: int, what: str, flag: str) -> None:
 
 
 class Acceptor:
-    """Acceptor of connections at a listening socket, several per iteration of the event loop.
+    """Accepts connections at a listening socket, several in each iteration of the event loop.
 
-    uvloop accepts one connection per iteration. Under load, iterations are long: the last of many
-    clients that connect at the same moment would wait for seconds. The caller still owns the
-    socket.
+    uvloop accepts only one connection in each iteration. Under load, iterations take long. So if
+    many clients connect at the same moment, the last one would wait for seconds.
     """
 
     def __init__(
@@ -100,12 +101,12 @@ class Acceptor:
         """Start to accept connections.
 
         Args:
-            sock: a listening socket.
-            serve: runs in its own task for each connection and closes the connection at its end.
-            relieve: is called if the system has no file descriptor for another connection. It
-                closes idle connections within the next iterations of the loop and returns whether
-                there were any.
-            accepts_per_turn: the most connections that are accepted in one iteration.
+            sock: a listening socket. The caller still owns it.
+            serve: runs in its own task for each connection, and closes the connection at its end.
+            relieve: called if the system has no file descriptor for another connection. It closes
+                idle connections within the next iterations of the event loop. It returns False if
+                there are none.
+            accepts_per_turn: most connections that are accepted in one iteration.
         """
         self._sock = sock
         self._serve = serve
@@ -113,7 +114,7 @@ class Acceptor:
         self._accepts_per_turn = accepts_per_turn
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._failures = 0  # failed accepts since the last log line about them
+        self._num_failures = 0  # number of failed accepts since the last log line about them
         self._logged_at = -math.inf
         self._pause: asyncio.TimerHandle | None = None
         self.broken: OSError | None = None  # set if the listening socket is unusable
@@ -121,7 +122,7 @@ class Acceptor:
         self._loop.add_reader(sock, self._accept)
 
     def _accept(self) -> None:
-        """Accept the connections that wait, up to the limit of one iteration."""
+        """Accept the connections that wait, at most `accepts_per_turn`."""
         for _ in range(self._accepts_per_turn):
             try:
                 connection, _ = self._sock.accept()
@@ -139,7 +140,7 @@ class Acceptor:
             task.add_done_callback(self._ended)
 
     def _failed(self, exc: OSError) -> None:
-        """Pause so that connections can end, then try again, unless the socket is unusable."""
+        """Try again after a pause, in which connections can end, unless the socket is unusable."""
         self._loop.remove_reader(self._sock)
         if exc.errno in _UNUSABLE:
             self.broken = exc
@@ -147,16 +148,16 @@ class Acceptor:
                 "port %s accepts no more connections: %s; restart this process", self._port(), exc
             )
             return
-        self._failures += 1
+        self._num_failures += 1
         if self._loop.time() >= self._logged_at + _LOG_EVERY_S:
             text = (
                 "port %s can't accept connections, retrying: %s (%d failed attempts); check the"
                 " limit of open files"
             )
-            log.warning(text, self._port(), exc, self._failures)
-            self._failures = 0
+            log.warning(text, self._port(), exc, self._num_failures)
+            self._num_failures = 0
             self._logged_at = self._loop.time()
-        pause_s = _RELIEVED_S if self._relieve() else _PAUSE_S
+        pause_s = _RELIEVED_PAUSE_S if self._relieve() else _PAUSE_S
         self._pause = self._loop.call_later(
             pause_s, self._loop.add_reader, self._sock, self._accept
         )
@@ -191,7 +192,7 @@ class Acceptor:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def aclose(self) -> None:
-        """Stop accepting connections and cancel the tasks of the accepted ones."""
+        """Stop accepting connections, and cancel the tasks of accepted connections."""
         self.close()
         for task in self._tasks:
             task.cancel()
@@ -201,12 +202,15 @@ class Acceptor:
 def allow_files(wanted: int, hint: str) -> int:
     """Raise this process's limit of open files to `wanted`.
 
-    A connection beyond the limit is not accepted. If the system allows fewer, log a warning.
-    Return the number of files that this process may open, at most `wanted`.
+    Without enough files, connections are not accepted. If the system does not allow `wanted` files,
+    this logs a warning.
 
     Args:
-        wanted: number of open files.
+        wanted: the number of files that this process needs.
         hint: text at the end of the warning.
+
+    Returns:
+        The number of files that this process may open, but at most `wanted`.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:

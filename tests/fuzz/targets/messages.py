@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from dynamo_trtllm.cluster.discovery.discovery_interface import Rejected
+from dynamo_trtllm.cluster.discovery.discovery_interface import RejectionChanged
 from dynamo_trtllm.cluster.discovery.instance_cache import InstanceCache
 from dynamo_trtllm.cluster.discovery.records import (
     BadRecord,
@@ -256,7 +256,7 @@ def check_records(data: bytes) -> None:
     own_key, again = written(instance)
     assert own_key == key
     assert written(read_instance(key, again)) == (key, again)
-    assert not any(isinstance(event, Rejected) for event in events)
+    assert not any(isinstance(event, RejectionChanged) for event in events)
 
 
 def _records() -> Iterator[bytes]:

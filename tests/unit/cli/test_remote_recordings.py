@@ -150,6 +150,35 @@ async def test_inquiry_converts_times_of_a_machine_ahead(monkeypatch: pytest.Mon
     assert abs(sent.entries[0].ns - recorded_ns) <= sent.clock_error_s * 1e9 + 1
 
 
+async def test_inquiry_when_cancelled_then_it_has_no_subscription() -> None:
+    transport = InprocTransport()
+    inquiry = RecordingQueries(transport, NS, {1: make_instance(1, namespace=NS)}, SOON_S)
+    asking = asyncio.create_task(inquiry.ask(RecordingQuery("", Selection.ALL)))
+    await asyncio.sleep(0)
+    assert transport._bus._subscriptions
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    assert not transport._bus._subscriptions
+
+
+async def test_inquiry_without_the_last_part_has_no_oldest_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    transport = InprocTransport()
+    monkeypatch.setattr(recorder, "boot_id", lambda: b"0" * 36)
+    slots = SLOT.pack(1, 10, 5, E.RECEIVED, 0, 0, 0, 0, b"", 1)
+    part = RecordingPart(7, "gpu", 20, packed_header(), is_last=False, slots=slots)
+
+    def answer(data: bytes, _: str) -> None:
+        transport.publish(decode(data, RecordingQuery).inbox, encode(part))
+
+    await transport.subscribe(recordings_subject(NS), answer)
+    inquiry = RecordingQueries(transport, NS, {}, 0.02, settle_s=0.01)
+    await inquiry.ask(RecordingQuery("", Selection.ALL))
+    (sent,) = inquiry.result(Recordings([])).processes
+    assert sent.oldest_ns == 0
+
+
 async def test_inquiry_reads_the_end_of_an_answer_without_events() -> None:
     transport = InprocTransport()
     part = RecordingPart(7, "gpu", 20, packed_header(), is_last=False)

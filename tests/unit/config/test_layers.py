@@ -1,3 +1,4 @@
+import datetime
 import logging
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,12 @@ def test_merge_reports_an_overridden_value_with_places():
     ]
 
 
+@pytest.mark.parametrize("key", [datetime.date(2001, 1, 1), (1, 2)])
+def test_merge_reports_an_overridden_mapping_with_odd_keys(key):
+    notes = merged({"a": {key: 1}}, {"a": 5}).notes
+    assert notes == [f"b 5 overrides a { ({key: 1}) } of a"]
+
+
 def test_merge_of_equal_values_reports_nothing():
     assert merged({"x": 1}, {"x": 1}).notes == []
 
@@ -107,6 +114,13 @@ def test_as_yaml_reads_back_equal_with_sources(tmp_path):
     lines = path.read_text().splitlines()
     assert "n: 2  # flag --n" in lines
     assert "  sizes: [1, 2]  # YAML x" in lines
+
+
+@pytest.mark.parametrize("values", [{"a\nb": 1}, {"a\n": {"\nb": "c\nd"}}])
+def test_as_yaml_with_line_breaks_in_keys_reads_back_equal(tmp_path, values):
+    path = tmp_path / "out.yaml"
+    path.write_text(as_yaml(merge([Source(values, "YAML x")]).leaves))
+    assert read_yaml(path) == values
 
 
 def test_table_when_printed_then_columns_stand_below_each_other():

@@ -32,10 +32,10 @@ class LostDiscovery(MemoryDiscovery):
 
     is_away = False
 
-    async def lead_planners(self, namespace: str, name: str) -> MemoryLeadership | None:
+    async def try_to_lead(self, namespace: str, name: str) -> MemoryLeadership | None:
         if self.is_away:
             raise Unreachable("etcd is away")
-        return await super().lead_planners(namespace, name)
+        return await super().try_to_lead(namespace, name)
 
 
 async def test_etcd_that_is_away_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -62,7 +62,7 @@ async def test_planner_that_waits_for_another_one_says_so(
 ) -> None:
     caplog.set_level("INFO", "dynamo_trtllm.planner")
     discovery = MemoryDiscovery()
-    first = await discovery.lead_planners("dynamo", "another")
+    first = await discovery.try_to_lead("dynamo", "another")
     assert first is not None
     planner = PlannerProcess(PlannerConfig(slo_ttft_ms=2000, slo_itl_ms=100))
     assert not await planner._leads(discovery)

@@ -86,6 +86,12 @@ async def test_request_when_the_response_is_bad_then_oserror_says_why(
             await http_client.request(server.url, "GET", max_bytes=99)
 
 
+@pytest.mark.parametrize("url", ["localhost:8080/x", "http:///x", "ftp://host/x"])
+async def test_connect_when_the_url_is_not_valid_then_valueerror(url: str) -> None:
+    with pytest.raises(ValueError, match="no host, or a scheme other than"):
+        await http_client.connect(url)
+
+
 async def test_informational_response_is_skipped() -> None:
     reader = asyncio.StreamReader()
     response = http_client.Response(reader, "the response")

@@ -16,7 +16,7 @@ from dynamo_trtllm.cluster.discovery.discovery_interface import (
     Added,
     CardChosen,
     Event,
-    Rejected,
+    RejectionChanged,
     Removed,
 )
 from dynamo_trtllm.cluster.discovery.instance_cache import InstanceCache
@@ -137,10 +137,10 @@ def test_removed_when_known_then_down_once() -> None:
 ODD_KEY = "v1/instances/dynamo/a/b/1"
 
 
-def reasons(events: list[Added | Removed | Rejected]) -> list[tuple[str, str | None]]:
+def reasons(events: list[Added | Removed | RejectionChanged]) -> list[tuple[str, str | None]]:
     """Of what was rejected, and nothing else."""
-    assert all(isinstance(event, Rejected) for event in events)
-    return [(event.key, event.reason) for event in events if isinstance(event, Rejected)]
+    assert all(isinstance(event, RejectionChanged) for event in events)
+    return [(event.key, event.reason) for event in events if isinstance(event, RejectionChanged)]
 
 
 def test_put_when_unreadable_then_rejected_once_with_one_warning(
@@ -182,14 +182,14 @@ def test_put_unreadable_known_record_is_down_and_rejected() -> None:
     cache.put(key, record)
     down, rejected = cache.put(key, b"\xc1")
     assert down == Removed(1)
-    assert isinstance(rejected, Rejected)
-    assert cache.put(key, record) == [Rejected(key, None), Added(ONE)]
+    assert isinstance(rejected, RejectionChanged)
+    assert cache.put(key, record) == [RejectionChanged(key, None), Added(ONE)]
 
 
 def test_removed_rejected_record_takes_nothing_down() -> None:
     cache = Cache()
     cache.put(ODD_KEY, b"\xc1")
-    assert cache.delete(ODD_KEY) == [Rejected(ODD_KEY, None)]
+    assert cache.delete(ODD_KEY) == [RejectionChanged(ODD_KEY, None)]
     assert cache.delete(ODD_KEY) == []
 
 
@@ -197,7 +197,7 @@ def test_relist_without_a_rejected_key_ends_the_rejection() -> None:
     cache = Cache(grace_s=10)
     cache.relist({ODD_KEY: b"\xc1", **dict([entry(TWO)])})
     assert cache.relist({ODD_KEY: b"\xc1"}, 1.0) == []
-    assert cache.relist({}, 2.0) == [Rejected(ODD_KEY, None)]
+    assert cache.relist({}, 2.0) == [RejectionChanged(ODD_KEY, None)]
     assert cache.relist({}, 11.0) == [Removed(2)]
 
 
@@ -236,12 +236,14 @@ def test_put_of_id_under_second_key_waits_for_the_first() -> None:
     assert cache.delete(entry(ONE)[0]) == [Removed(1)]
     assert cache.next_list_s == 0.0
     assert cache.relist(dict([entry(moved(ONE)), entry(moved(ONE, "zzzz"))])) == [
-        Rejected(third_key, f"instance id 1 is already registered under the key {second_key}"),
-        Rejected(second_key, None),
+        RejectionChanged(
+            third_key, f"instance id 1 is already registered under the key {second_key}"
+        ),
+        RejectionChanged(second_key, None),
         Added(moved(ONE)),
     ]
     assert cache.next_list_s is None
-    assert cache.delete(third_key) == [Rejected(third_key, None)]
+    assert cache.delete(third_key) == [RejectionChanged(third_key, None)]
     assert cache.delete(second_key) == [Removed(1)]
 
 
@@ -253,11 +255,11 @@ def test_put_when_first_key_is_unreadable_then_second_counts() -> None:
     cache.put(*entry(moved(ONE)))
     down, rejected = cache.put(first_key, b"\xc1")
     assert down == Removed(1)
-    assert isinstance(rejected, Rejected)
+    assert isinstance(rejected, RejectionChanged)
     assert rejected.key == first_key
     assert cache.next_list_s == 0.0
     listed = {second_key: entry(moved(ONE))[1], first_key: b"\xc1"}
-    assert cache.relist(listed) == [Rejected(second_key, None), Added(moved(ONE))]
+    assert cache.relist(listed) == [RejectionChanged(second_key, None), Added(moved(ONE))]
 
 
 def test_relist_when_first_key_is_unreadable_then_lists_again() -> None:
@@ -266,7 +268,7 @@ def test_relist_when_first_key_is_unreadable_then_lists_again() -> None:
     listed = {entry(moved(ONE))[0]: entry(moved(ONE))[1], entry(ONE)[0]: b"\xc1"}
     assert cache.relist(listed)[0] == Removed(1)
     assert cache.next_list_s == 0.0
-    assert cache.relist(listed) == [Rejected(entry(moved(ONE))[0], None), Added(moved(ONE))]
+    assert cache.relist(listed) == [RejectionChanged(entry(moved(ONE))[0], None), Added(moved(ONE))]
 
 
 @pytest.mark.parametrize("is_listed", [True, False])
@@ -274,7 +276,7 @@ def test_relist_when_first_key_is_missing_then_second_waits(is_listed: bool) -> 
     cache = Cache(grace_s=10)
     cache.relist(dict([entry(ONE), entry(moved(ONE))]))
     second = dict([entry(moved(ONE))])
-    over = Rejected(entry(moved(ONE))[0], None)
+    over = RejectionChanged(entry(moved(ONE))[0], None)
     assert cache.relist(second, 1.0) == []
     expected = [Removed(1), over, Added(moved(ONE))] if is_listed else [Removed(1), over]
     assert cache.relist(second if is_listed else {}, 11.0) == expected
@@ -341,7 +343,7 @@ def test_record_with_unfit_card_is_rejected_until_others_leave(
     later = Cache()
     cache.put(*entry(ONE))
     (rejected,) = cache.put(*entry(unfit))
-    assert isinstance(rejected, Rejected)
+    assert isinstance(rejected, RejectionChanged)
     assert str(rejected.reason).startswith(reason)
     assert cache.put(*entry(THREE)) == [Added(THREE)]
     # A frontend that starts later reads a list in the order of registration.
@@ -351,7 +353,7 @@ def test_record_with_unfit_card_is_rejected_until_others_leave(
     assert cache.delete(entry(ONE)[0]) == [Removed(1)]
     assert cache.delete(entry(THREE)[0]) == [
         Removed(3),
-        Rejected(rejected.key, None),
+        RejectionChanged(rejected.key, None),
         Added(unfit),
     ]
     assert cache.cards == {"tiny": unfit.card}
@@ -373,7 +375,9 @@ def test_oldest_record_with_unfit_card_loses_to_two_others(
     follow(view, events)
     assert [instance.id for instance in view.instances()] == [3, 4]
     assert cache.cards == {"tiny": CARD}
-    rejections = {event.key: event.reason for event in events if isinstance(event, Rejected)}
+    rejections = {
+        event.key: event.reason for event in events if isinstance(event, RejectionChanged)
+    }
     ((key, last_reason),) = [(key, why) for key, why in rejections.items() if why is not None]
     assert key == entry(unfit)[0]
     assert last_reason.startswith(reason)
@@ -432,7 +436,7 @@ def test_instances_fit_again_when_their_card_is_chosen_again() -> None:
     unfit = [with_card(make_instance(number), vocab_size=33) for number in (4, 5)]
     for instance in (ONE, *unfit):
         events = cache.put(*entry(instance))
-    assert [event for event in events if not isinstance(event, Rejected)] == [
+    assert [event for event in events if not isinstance(event, RejectionChanged)] == [
         Removed(1),
         Added(unfit[0]),
         Added(unfit[1]),
@@ -440,9 +444,9 @@ def test_instances_fit_again_when_their_card_is_chosen_again() -> None:
     key_of_one, _ = entry(ONE)
     key_of_two, _ = entry(TWO)
     event, *_ = cache.put(*entry(TWO))
-    assert event == Rejected(key_of_two, cache._rejected[key_of_one])
+    assert event == RejectionChanged(key_of_two, cache._rejected[key_of_one])
     events = cache.put(*entry(THREE))
-    assert [event for event in events if not isinstance(event, Rejected)] == [
+    assert [event for event in events if not isinstance(event, RejectionChanged)] == [
         Removed(4),
         Removed(5),
         Added(ONE),
@@ -536,5 +540,5 @@ def test_record_overwritten_with_unfit_card_spares_others() -> None:
     cache.relist(dict([entry(ONE), entry(TWO)]))
     removed, rejected = cache.put(*entry(UNFIT))
     assert removed == Removed(1)
-    assert isinstance(rejected, Rejected)
-    assert cache.put(*entry(ONE)) == [Rejected(rejected.key, None), Added(ONE)]
+    assert isinstance(rejected, RejectionChanged)
+    assert cache.put(*entry(ONE)) == [RejectionChanged(rejected.key, None), Added(ONE)]

@@ -11,7 +11,7 @@ import pytest
 
 from dynamo_trtllm.cluster.discovery.discovery_interface import (
     Added,
-    Rejected,
+    RejectionChanged,
     SharesChanged,
     StoredShares,
 )
@@ -136,11 +136,11 @@ def test_bad_table_is_rejected_and_old_shares_stay(name: str) -> None:
     cache = InstanceCache()
     assert cache.put(KEY, written_share_table(TABLE)) == [SharesChanged(TABLE)]
     (event,) = cache.put(KEY, BAD_TABLES[name])
-    assert isinstance(event, Rejected)
+    assert isinstance(event, RejectionChanged)
     assert event.reason
     good = msgspec.structs.replace(TABLE, revision=8)
     assert cache.put(KEY, written_share_table(good)) == [
-        Rejected(KEY, None),
+        RejectionChanged(KEY, None),
         SharesChanged(good),
     ]
 

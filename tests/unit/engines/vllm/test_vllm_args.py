@@ -287,3 +287,9 @@ def test_blocks_set_or_not_transferred_are_unchanged(
     assert args.values.get("block_size") == expected
     notes = [note for note in args.notes if "block_size 128" in note]
     assert len(notes) == (expected is not None)  # says what the smaller blocks cost
+
+
+def test_long_lists_are_shortened_in_the_table_of_arguments() -> None:
+    words = ["--model", "m", "--engine", "vllm"]
+    shown = table(load(WorkerConfig, prog="p", argv=words, environ={}))
+    assert "[1, 2, 4, ... 4096] (75 values)" in shown
