@@ -104,7 +104,7 @@ class PlaneClient:
         # The same number for each worker with running streams, by subject. The count does not begin
         # at 0, see `generate`.
         self._num_frames_by_subject: dict[str, int] = {}
-        # The streams that workers were told to cancel: the subject of the worker, by number of the
+        # The streams that this client has cancelled: the subject of the worker, by number of the
         # stream. The latest stream is last.
         self._cancelled: dict[int, str] = {}
         self._num_pings = 0  # number of pings that were sent, over all workers
