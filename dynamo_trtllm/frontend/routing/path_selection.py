@@ -6,12 +6,9 @@ whole request: a decode, prefill or aggregated worker.
 While an elastic worker generates tokens, its steps have few prompt tokens (`engines.chunk_size`).
 So from the first stream on, its prompts take longer. Therefore:
 
-* Of the paths whose pressure is at most _SUFFICIENT, the one with the earliest first token is
-  taken. A whole request counts as if its worker had streams, because the next prompts of this
-  worker will run beside its stream.
-* Streams of other prefill workers go first to elastic workers that already have streams, as long as
-  these workers have space and their gaps stay below _SUFFICIENT of the limit. Workers that get no
-  prompts share streams evenly.
+* New streams go first to elastic workers that already have streams, as long as these workers have
+  space and their gaps stay below _PACKED of the limit. Workers that get no prompts share streams
+  evenly.
 * An elastic worker without a share of decode calls runs a whole request only if there is no other
   path.
 """
@@ -30,7 +27,7 @@ import msgspec
 from dynamo_trtllm.frontend.routing.pair_breakers import PairBreakers
 from dynamo_trtllm.frontend.routing.pairs import pair_of
 from dynamo_trtllm.frontend.routing.worker_forecast import WorkerForecast
-from dynamo_trtllm.protocol.messages import Instance, Role
+from dynamo_trtllm.protocol.messages import Instance
 
 # If the pressures of two workers or paths differ by less than this part, chance may choose either.
 # So frontends with the same reports do not all choose the same worker.
@@ -41,8 +38,8 @@ _NEGLIGIBLE: Final = 0.01
 # of first tokens are predicted with errors of about a tenth.
 _TTFT_PART: Final = 0.9
 # Up to this pressure, an elastic worker that has streams gets further streams before a worker
-# without streams, and paths with elastic workers are chosen by their first token.
-_SUFFICIENT: Final = 0.8
+# without streams.
+_PACKED: Final = 0.8
 # How many decode workers are tried for a whole request: those of the best parts.
 _MAX_DECODES_ALONE: Final = 2
 _cached_tokens = attrgetter("cached_tokens")
@@ -80,9 +77,6 @@ class ChosenPath(msgspec.Struct, frozen=True):  # created in a third of the time
     num_missed: int  # how many requests miss a limit: this request, and those that it delays
     # The largest ratio of a predicted time to its limit. Above 1, a limit is missed.
     pressure: float
-    # What `ttft_s` would be if the worker of a whole request had streams. Of sufficient paths with
-    # elastic workers, the path with the shortest of these times is taken.
-    lasting_ttft_s: float
 
     @property
     def meets_slo(self) -> bool:
@@ -133,9 +127,8 @@ def select_path(
     A path meets the SLO if the first token is predicted within _TTFT_PART of the limit, and no gap
     between two tokens exceeds its limit: neither a gap of this request nor a gap of the requests
     that run on its workers. Of these paths, the one with the least pressure is chosen (see
-    `ChosenPath`). With elastic workers, the path with the earliest first token is chosen of those
-    with at most _SUFFICIENT pressure. A prefill worker runs a whole request only if no other path
-    meets the SLO, because its stream would delay the prompts after it.
+    `ChosenPath`). A prefill worker runs a whole request only if no other path meets the SLO,
+    because its stream would delay the prompts after it.
 
     If no path meets the SLO, the path is chosen on which the fewest requests miss a limit. Of
     several such paths, a whole request on a prefill worker comes last, and otherwise the least
@@ -165,7 +158,9 @@ def select_path(
     pair = _best_pair(prefill_parts, decode_parts, limits, waited_s, breakers)
     if pair is not None:
         paths.append(pair)
-    has_elastic = any(worker.instance.role is Role.ELASTIC for worker in decodes)
+        if pair.num_missed == 0:
+            # The pair suffices. A stream at a worker of last resort would only slow its prompts.
+            decode_parts = [part for part in decode_parts if not part.is_last_resort]
     if breakers.any_open:
         prefills, decodes, aggregated = _able_alone(prefills, decodes, aggregated, breakers)
         decode_parts = [part for part in decode_parts if part.worker in decodes]
@@ -176,17 +171,12 @@ def select_path(
             # Workers without a share of decode calls are needed only if there is no other path.
             prefills = [worker for worker in prefills if worker.takes_streams]
         paths += _aggregated_paths(Path.ON_PREFILL, prefills, limits, waited_s)
-    order = partial(_order_of_path, random, has_elastic)
-    return min(paths, key=order, default=None)
+    return min(paths, key=partial(_order_of_path, random), default=None)
 
 
-def _order_of_path(
-    random: Callable[[], float], has_elastic: bool, path: ChosenPath
-) -> tuple[int, bool, float, float]:
+def _order_of_path(random: Callable[[], float], path: ChosenPath) -> tuple[int, bool, float]:
     is_last_resort = path.path is Path.ON_PREFILL
-    if has_elastic and path.pressure <= _SUFFICIENT:
-        return path.num_missed, is_last_resort, 0.0, _blurred(path.lasting_ttft_s, random)
-    return path.num_missed, is_last_resort, _blurred(path.pressure, random), 0.0
+    return path.num_missed, is_last_resort, _blurred(path.pressure, random)
 
 
 def _blurred(pressure: float, random: Callable[[], float]) -> float:
@@ -260,7 +250,7 @@ def _decode_part(
     num_delayed = worker.num_delayed(gap_s, limits.others_itl_s)
     misses = gap_s > limits.itl_s or not worker.has_space()
     pressure = gap_s / min(limits.itl_s, limits.others_itl_s)
-    takes_further_streams = worker.has_streams and pressure <= _SUFFICIENT
+    takes_further_streams = worker.has_streams and pressure <= _PACKED
     return _PathPart(
         worker,
         num_missed=num_delayed + misses,
@@ -303,7 +293,6 @@ def _pair_path(
             prefill.gap_s / limits.others_itl_s,
             decode.gap_s / min(limits.itl_s, limits.others_itl_s),
         ),
-        lasting_ttft_s=ttft_s,
     )
 
 
@@ -345,9 +334,6 @@ def _aggregated_paths(
         if path is not Path.ON_AGGREGATED and not instance.can_aggregate:
             continue
         ttft_s = waited_s + worker.first_token_s()
-        lasting_ttft_s = ttft_s
-        if not worker.has_streams:
-            lasting_ttft_s = waited_s + worker.first_token_s(has_streams=True)
         prompt_gap_s = worker.prompt_gap_s()
         decode_gap_s = worker.decode_gap_s()
         # Running streams of the worker wait for the step with the prompt, and then for steps with
@@ -369,5 +355,4 @@ def _aggregated_paths(
                 decode_gap_s / limits.itl_s,
                 gap_s / limits.others_itl_s,
             ),
-            lasting_ttft_s=lasting_ttft_s,
         )

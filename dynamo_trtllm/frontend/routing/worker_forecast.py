@@ -112,17 +112,10 @@ class WorkerForecast:
         """Return whether the worker computes prompts, in smaller steps while it has streams."""
         return self.instance.role is _ELASTIC and self.takes_prompts
 
-    def first_token_s(self, *, has_streams: bool = False) -> float:
-        """Return the time until the first token, if the instance computes the prompt.
-
-        Args:
-            has_streams: assume that requests generate tokens there, as if this one did.
-        """
+    def first_token_s(self) -> float:
+        """Return the time until the first token, if the instance computes the prompt."""
         new_tokens = self._prompt_tokens - self.cached_tokens
-        work = self._work
-        if has_streams and not work.decode_requests:
-            work = work._replace(decode_requests=1, context_tokens=self._prompt_tokens)
-        return self._cost.first_token_s(new_tokens, self.cached_tokens, work)
+        return self._cost.first_token_s(new_tokens, self.cached_tokens, self._work)
 
     def prompt_gap_s(self) -> float:
         """Return for how long the streams there get no token while the prompt is computed.

@@ -255,49 +255,15 @@ def test_elastic_prefill_worker_generates_only_if_no_other_does() -> None:
     assert chosen({}, model_view(prefill=[elastic])).decode.id == PREFILL
 
 
-def elastic_workers(**fields: Any) -> ModelView:
-    """Return a view of three elastic workers that get all calls."""
-    ids = (DECODE, OTHER_DECODE, THIRD_DECODE)
-    return model_view(
-        decode=[instance(id_, Role.ELASTIC, is_elastic=True, **fields) for id_ in ids]
-    )
-
-
 def test_streams_go_to_elastic_workers_that_have_some() -> None:
     """One stream would let all prompts of a worker have small steps."""
-    view = elastic_workers(can_aggregate=False)
+    ids = (DECODE, OTHER_DECODE, THIRD_DECODE)
+    view = model_view(decode=[instance(id_, Role.ELASTIC, is_elastic=True) for id_ in ids])
     found = chosen({DECODE: {"num_generating": 1}}, view, request(300))
     assert found.path is Path.PREFILL_DECODE
     assert found.decode.id == DECODE
     full = {DECODE: {"num_generating": MAX_STREAMS}}
     assert chosen(full, view, request(300)).decode.id != DECODE
-
-
-def test_elastic_workers_choose_by_the_first_token() -> None:
-    """A path need not have the least pressure if both limits are kept with headroom."""
-    loads = {id_: {"num_generating": 9} for id_ in (DECODE, OTHER_DECODE, THIRD_DECODE)}
-    short = chosen(loads, elastic_workers(), request(300))
-    assert short.path is Path.ON_DECODE
-    # One step of 49 ms, after half of a step with nine streams.
-    assert short.ttft_s == pytest.approx(0.01 + 300e-4 + 0.009 + 0.019 / 2)
-    assert short.pressure > 0.4
-    # Workers of fixed roles keep their gaps as short as they can.
-    fixed = chosen({DECODE: {"running": 9}, OTHER_DECODE: {"running": 9}}, view_of(), request(300))
-    assert fixed.path is Path.PREFILL_DECODE
-    # If the gaps come near to the limit, the least pressure decides.
-    assert (
-        chosen(loads, elastic_workers(), request(300, slo=RequestSlo(itl_s=0.055))).pressure <= 0.8
-    )
-
-
-def test_elastic_worker_counts_as_if_it_had_streams() -> None:
-    """A whole request on an idle one would let the prompts after it have small steps."""
-    loads = {DECODE: {"num_generating": 1}}
-    found = chosen(loads, elastic_workers(), request(2000))
-    assert found.path is Path.PREFILL_DECODE
-    # Two full steps without a stream. Beside one, a step has 490 prompt tokens.
-    assert found.ttft_s == pytest.approx(2 * 0.11 + 0.005)
-    assert found.decode.id == DECODE
 
 
 def test_engine_that_cannot_aggregate_is_not_tried() -> None:
