@@ -27,17 +27,21 @@ class ChunkSize:
     """The prompt tokens that a step with streams may have.
 
     Args:
-        max_tokens: how many a step may have without streams.
-
-    Attributes:
-        tokens: how many the next one may have.
+        max_tokens: how many prompt tokens a step may have without streams.
     """
 
     def __init__(self, max_tokens: int) -> None:
         self._least_tokens = least_chunk_tokens(max_tokens)
         self._max_tokens = max_tokens
         self._target_s = mixed_step_s(None)
-        self.tokens = max(self._least_tokens, max_tokens // _FIRST_DIVISOR)
+        # The size without its bounds, so that it is the same again after a change of the target
+        # and back.
+        self._unbounded = max(self._least_tokens, max_tokens / _FIRST_DIVISOR)
+
+    @property
+    def tokens(self) -> int:
+        """Return how many prompt tokens the next step may have."""
+        return max(self._least_tokens, min(self._max_tokens, math.ceil(self._unbounded)))
 
     def follow(self, limits_s: Iterable[float | None]) -> None:
         """Set the target time of steps by the streams that run now: the shortest of their targets.
@@ -46,31 +50,28 @@ class ChunkSize:
         too long for it, and when it has ended, the size is as before.
 
         Args:
-            limits_s: of their times between two tokens. None: the stream has no limit.
+            limits_s: the limits of the streams' times between two tokens. None: the stream has no
+                limit.
         """
         target_s = min(map(mixed_step_s, limits_s), default=mixed_step_s(None))
-        if target_s == self._target_s:
-            return
-        tokens = math.ceil(self.tokens * target_s / self._target_s)
-        self.tokens = max(self._least_tokens, min(self._max_tokens, tokens))
+        self._unbounded *= target_s / self._target_s
         self._target_s = target_s
 
     def measured(self, seconds: float, planned_tokens: int, *, is_full: bool) -> None:
         """Take the time of a step with streams.
 
         Args:
-            seconds: the time.
-            planned_tokens: how many prompt tokens it might have had. Later steps may be planned
-                already.
-            is_full: it had as many.
+            seconds: the time of the step.
+            planned_tokens: how many prompt tokens the step might have had. Later steps may be
+                planned already.
+            is_full: the step had as many prompt tokens as it might have had.
         """
         factor = _LARGEST_FACTOR
         if seconds > 0:
             factor = max(_LEAST_FACTOR, min(_LARGEST_FACTOR, self._target_s / seconds))
-        tokens = self.tokens
-        if factor < 1:
-            tokens = min(tokens, math.ceil(factor * planned_tokens))
-        elif is_full:
-            # A step that was not full says nothing about larger ones.
-            tokens = max(tokens, math.ceil(factor * planned_tokens))
-        self.tokens = max(self._least_tokens, min(self._max_tokens, tokens))
+        measured_tokens = max(self._least_tokens, factor * planned_tokens)
+        # A step that was not full says nothing about larger steps.
+        is_too_small = factor >= 1 and is_full and measured_tokens > self.tokens
+        is_too_large = factor < 1 and measured_tokens < self.tokens
+        if is_too_large or (is_too_small and self.tokens < self._max_tokens):
+            self._unbounded = measured_tokens

@@ -32,7 +32,7 @@ class ModelUsage(msgspec.Struct, frozen=True, array_like=True):
     # True: these requests wait for a place at decode workers. Otherwise they wait for prefill
     # workers.
     waits_for_decode: bool = False
-    # The process sends no requests to any pair of workers of the model: all are quarantined.
+    # The process can use no pair of workers of the model: see `FleetHealth.lacks_pairs`.
     lacks_pairs: bool = False
 
 

@@ -404,12 +404,16 @@ class FleetHealth:
                 self.breakers.withhold(new_pairs(view, change))
 
     def lacks_pairs(self, model: str) -> bool:
-        """Return whether a model has pairs of workers, and all of them are quarantined."""
+        """Return whether a model has pairs of workers, and requests can use none of them.
+
+        Some pair is quarantined then. If all pairs only wait for their first probe, this is not so.
+        """
         quarantined = self.breakers.quarantined
         if not quarantined:
             return False
         pairs = [pair for pair in pairs_of(self.view.model(model)) if pair[0] is not None]
-        return bool(pairs) and all(pair in quarantined for pair in pairs)
+        are_open = all(map(self.breakers.is_open, pairs))
+        return are_open and any(pair in quarantined for pair in pairs)
 
     def cooling_down(self, now: float) -> frozenset[int]:
         """Return the ids of the workers to avoid for a while, if there are others."""

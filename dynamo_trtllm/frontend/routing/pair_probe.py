@@ -18,7 +18,8 @@ import secrets
 import time
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, NamedTuple
@@ -129,8 +130,9 @@ class PairProbes:
             partial(asyncio.Semaphore, _MAX_CONCURRENT)
         )
         self._all_slots = asyncio.Semaphore(_MAX_ALL)
-        # One per worker, held while a pair of it whose answers differed is compared again.
-        self._comparing_again: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
+        # The workers of pairs that are compared again, because their answers differed.
+        self._compared_again: set[int] = set()
+        self._comparison_ended = asyncio.Condition()
         self._probed = asyncio.Event()
 
     async def run(self) -> None:
@@ -218,9 +220,6 @@ class PairProbes:
         for decode in list(self._slots):
             if decode not in ids:
                 del self._slots[decode]
-        for worker in list(self._comparing_again):
-            if worker not in ids:
-                del self._comparing_again[worker]
 
     async def _probe_one(self, pair: Pair, model: str) -> None:
         _, decode_id = pair
@@ -297,8 +296,7 @@ class PairProbes:
             is_first = number == 0
             async with contextlib.AsyncExitStack() as stack:
                 if not is_first:
-                    for worker_id in _ids_in_order(selection):
-                        await stack.enter_async_context(self._comparing_again[worker_id])
+                    await stack.enter_async_context(self._comparing_again(selection))
                 found = await self._compare_one(selection, timeline)
                 if isinstance(found, _ProbeResult):
                     return found
@@ -320,6 +318,26 @@ class PairProbes:
             " the transport between them"
         )
         return _ProbeResult("mismatch", text)
+
+    @asynccontextmanager
+    async def _comparing_again(self, selection: WorkerSelection) -> AsyncIterator[None]:
+        """Wait until no other pair of these workers is compared again, and then keep others away.
+
+        A pair that waits keeps no worker for itself. So a worker that hangs delays its own pairs
+        only.
+        """
+        ids = {selection.decode.id}
+        if selection.prefill is not None:
+            ids.add(selection.prefill.id)
+        async with self._comparison_ended:
+            await self._comparison_ended.wait_for(lambda: not self._compared_again & ids)
+            self._compared_again |= ids
+        try:
+            yield
+        finally:
+            self._compared_again -= ids
+            async with self._comparison_ended:
+                self._comparison_ended.notify_all()
 
     async def _compare_one(
         self, selection: WorkerSelection, timeline: ChoiceTimeline
@@ -433,14 +451,6 @@ class PairProbes:
     def _record_failure(self, pair: Pair, reason: str, *, is_wrong: bool = False) -> None:
         if self._breakers.record_failure(pair, reason, time.monotonic(), is_wrong=is_wrong):
             log.error("%s quarantined: %s", format_pair(pair), reason)
-
-
-def _ids_in_order(selection: WorkerSelection) -> list[int]:
-    """Return the ids of the workers. In this order, locks of several workers are no deadlock."""
-    workers = [selection.decode]
-    if selection.prefill is not None:
-        workers.append(selection.prefill)
-    return sorted(worker.id for worker in workers)
 
 
 def random_prompt(selection: WorkerSelection) -> TokenIds:

@@ -391,6 +391,31 @@ async def test_run_compares_pairs_again_one_at_a_time() -> None:
     assert bench.codes == {"ok": 2}
 
 
+async def test_run_worker_that_hangs_delays_only_its_own_pairs() -> None:
+    """Also if the answers of all pairs differed, so that they are compared again."""
+
+    class HangsLater(Worker):
+        async def chunks(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+            if self.asked:
+                hanging.set()
+                await asyncio.Event().wait()
+            async for chunk in super().chunks(request):
+                yield chunk
+
+    hanging = asyncio.Event()
+    bench = Bench(timeout_s=60.0)
+    async with bench.running():
+        await bench.add_worker(1, Role.PREFILL, HangsLater(right))
+        await bench.add(4, Role.DECODE, wrongly(1))
+        await bench.until(hanging.is_set)
+        for number in (2, 3):
+            await bench.add(number, Role.PREFILL, right)
+            await bench.add(number + 3, Role.DECODE, wrongly(1))
+        sound = [(prefill, decode) for prefill in (2, 3) for decode in (5, 6)]
+        await bench.until(lambda: all(bench.breakers.status(pair).is_proven for pair in sound))
+        assert bench.breakers.status((1, 4)).state is PairState.UNTRIED
+
+
 async def test_run_compares_equal_prompts_with_own_salts() -> None:
     bench = Bench()
     async with bench.running():

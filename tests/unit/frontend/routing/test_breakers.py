@@ -11,6 +11,7 @@ from dynamo_trtllm.frontend.routing.pair_breakers import (
     PairState,
 )
 from dynamo_trtllm.frontend.routing.pairs import format_pair
+from dynamo_trtllm.frontend.routing.probe_schedule import pairs_of
 from dynamo_trtllm.protocol.messages import Role
 from tests.kit.instances import CARD, elastic_instance, make_instance
 
@@ -188,5 +189,10 @@ def test_model_lacks_pairs_if_all_are_quarantined() -> None:
         found.append(health.lacks_pairs(CARD.name))
     assert found == [False, False, True]
     assert not health.lacks_pairs("another model")
+    # A new worker has no probe yet, so its pairs are no help.
+    view.add(elastic_instance(4))
+    assert not health.lacks_pairs(CARD.name)
+    breakers.withhold(pairs_of(view.model(CARD.name)))
+    assert health.lacks_pairs(CARD.name)
     breakers.record_success((1, 2), 40.0, is_probe=True)
     assert not health.lacks_pairs(CARD.name)
