@@ -44,7 +44,7 @@ class ProcessRecord(msgspec.Struct, kw_only=True):
     pid: PositiveCount
     instance_id: str = ""  # id of a worker that has been ready, hexadecimal
     uses_tls: bool = False
-    certificate: str = ""  # file with the certificate of the process; "": it has no TLS
+    certificate: str = ""  # file with its own certificate; "": it has none
 
     @property
     def address(self) -> str:
@@ -71,7 +71,8 @@ class LaunchRecord(msgspec.Struct, kw_only=True):
     # of a process.
     etcd_credentials_file: str = ""
     nats_credentials_file: str = ""
-    log_file: str = ""  # the lines of all processes, see `log_file`; "": there is no file
+    # File with the lines of all processes, see the module `launch.log_file`. "": there is no file.
+    log_file: str = ""
     server_logs: dict[str, str] = msgspec.field(default_factory=dict)  # files by name: etcd, nats
     processes: list[ProcessRecord] = msgspec.field(default_factory=list)
     # Instance ids of workers that have ended, whose leases may not have expired yet.
@@ -121,10 +122,10 @@ def recorded(record: LaunchRecord, say: Callable[[str], None]) -> Iterator[Calla
         try:
             _write(path, record)
         except OSError as exc:
-            _say_unknown(say, exc)
+            _report_failed_write(say, exc)
 
     try:
-        folder = _made_folder()
+        folder = _created_folder()
         record.start_ticks = start_ticks(record.pid)
         with _locked(folder):
             _remove_stale(folder)
@@ -133,7 +134,7 @@ def recorded(record: LaunchRecord, say: Callable[[str], None]) -> Iterator[Calla
             path = folder / f"{record.pid}{_SUFFIX}"
             _write(path, record)
     except OSError as exc:
-        _say_unknown(say, exc)
+        _report_failed_write(say, exc)
     try:
         yield write
     finally:
@@ -143,8 +144,8 @@ def recorded(record: LaunchRecord, say: Callable[[str], None]) -> Iterator[Calla
                 path.unlink(missing_ok=True)
 
 
-def _say_unknown(say: Callable[[str], None], error: OSError) -> None:
-    """Say that commands do not find this deployment, or find it as it was before."""
+def _report_failed_write(say: Callable[[str], None], error: OSError) -> None:
+    """Say that the record was not written: commands find no record, or the one before."""
     say(f"dynamo-trtllm status, stop and logs do not know this deployment as it is now: {error}")
 
 
@@ -191,8 +192,10 @@ def running_deployment(name: str | None, how: str) -> LaunchRecord | None:
         for record in records:
             if record.name == name:
                 return record
-        others = f"these run: {titles}" if records else "no other one does"
-        raise ConfigError(f"no deployment named {name!r} runs on this machine; {others}")
+        unknown = f"no deployment named {name!r} runs on this machine"
+        if not records:
+            raise ConfigError(f"{unknown}; no other one does")
+        raise ConfigError(f"{unknown}; these run: {titles}")
     if len(records) > 1:
         raise ConfigError(
             f"{len(records)} deployments run on this machine: {titles}; choose one {how}"
@@ -228,8 +231,12 @@ def _folder() -> Path:
     return runtime_folder(process_environment()) / _FOLDER
 
 
-def _made_folder() -> Path:
-    """Return the folder, which only this user reads. Raise OSError if there can be none."""
+def _created_folder() -> Path:
+    """Create the folder if it does not exist, and return it. Only this user reads it.
+
+    Raises:
+        OSError: the folder can't be created, or other users could change it.
+    """
     folder = _folder()
     for made in (folder.parent, folder):
         made.mkdir(mode=0o700, parents=True, exist_ok=True)
