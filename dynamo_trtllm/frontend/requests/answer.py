@@ -59,26 +59,29 @@ class ApiAdapter(Protocol[B]):
     async def resolve(
         self, body: B, served: ServedModel, call: GenerateRequest, owner: str
     ) -> tuple[Callable[[], GenerationPlan], int]:
-        """Read what the request refers to. Raises RequestError.
+        """Load the stored items that the request refers to, and return the work that plans it.
 
         Args:
             call: the call to workers, still without prompt and sampling values.
             owner: name of the API key, to which the stored responses belong; "": there are no keys.
 
         Returns:
-            The work that plans the request, and the characters of stored text that it renders.
-            The work may take long, is safe in a thread, and raises RequestError if the request is
-            wrong or not supported.
+            The function that plans the request, and the number of characters of stored text that it
+            renders. The function may take long, is safe in a thread, and raises RequestError if the
+            request is wrong or not supported.
+
+        Raises:
+            RequestError: the request refers to something that is not stored, or is too long.
         """
 
     def builder(self, meta: ResponseMeta, body: B, plan: GenerationPlan) -> AnswerBuilder:
-        """Return the encoder of the events of a streamed response, otherwise its aggregator."""
+        """Return the builder of the answer, for a stream or for a whole response."""
 
-    async def on_complete(self, answer: Any, client: str) -> None:
+    async def on_complete(self, builder: Any, client: str) -> None:
         """Handle a complete response before its last part is sent.
 
         Args:
-            answer: what `builder` returned.
+            builder: the builder that the method `builder` has returned.
             client: the client's network address; "" if unknown.
         """
 
@@ -128,6 +131,8 @@ class Answer:
         self.choices = [
             Choice(choice_request, index) for index, choice_request in enumerate(self.plan.choices)
         ]
+        # The deaths of workers are charged to all choices of a prompt together. Otherwise a prompt
+        # that ends workers could end more of them with many choices.
         if len(self.choices) > 1:
             share_suspicions(self.choices, self.plan.candidates)
 
