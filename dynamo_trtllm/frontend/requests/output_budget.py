@@ -15,10 +15,10 @@ from dynamo_trtllm.protocol.errors import DynamoError, Overloaded, PayloadTooLar
 
 MAX_OUTPUT_BYTES: Final = 64 << 20  # limit of the unsent output of one request
 MAX_TOTAL_OUTPUT_BYTES: Final = 512 << 20  # limit of the unsent output of all requests
-# Memory of one token: its text in a list. Each delta takes as much in addition.
+# Estimated memory of one token's text in a list. A delta takes the same again for itself.
 TOKEN_BYTES: Final = 64
-# Smaller changes of a request's output are not counted, to save CPU time.
-COUNTED_TOKENS: Final = 256
+# Smaller changes of a request's output are not counted, to save CPU time. In units of TOKEN_BYTES.
+MIN_COUNTED_CHANGE: Final = 256
 # Memory of one log-probability: of the token itself, or of one of its alternatives.
 _LOGPROB_BYTES: Final = 120
 _FIX = "lower n, best_of, {max_tokens} or the number of alternatives, or set stream to true"
@@ -41,7 +41,9 @@ def memory_units(delta: ChoiceDelta) -> int:
     for part in delta.deltas:
         if part.logprobs:
             num_logprobs += len(part.logprobs) + sum(len(scored.top) for scored in part.logprobs)
-    return delta.tokens + 1 + num_logprobs * _LOGPROB_BYTES // TOKEN_BYTES
+    delta_units = 1
+    logprob_units = (num_logprobs * _LOGPROB_BYTES) // TOKEN_BYTES
+    return delta.tokens + delta_units + logprob_units
 
 
 def check_answer_size(plan: GenerationPlan) -> None:

@@ -24,7 +24,7 @@ KIB = 1 << 10
 
 @pytest.fixture(autouse=True)
 def count_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(send_answer, "COUNTED_TOKENS", 0)
+    monkeypatch.setattr(send_answer, "MIN_COUNTED_CHANGE", 0)
 
 
 def served(*script: Any) -> FakeFrontend:
