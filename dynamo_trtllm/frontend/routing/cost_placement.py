@@ -63,13 +63,10 @@ class Costs(msgspec.Struct, frozen=True):
     other: int | None  # None: there is no other instance
 
     @classmethod
-    def of(cls, ranked: Sequence[Candidate], selected: Candidate) -> Costs:
-        """Return the costs of a role. `ranked`: its candidates, sorted by cost."""
-        best = ranked[0]
-        if selected is not best:
-            return cls(selected.cost, best.cost)
-        other = ranked[1].cost if len(ranked) > 1 else None
-        return cls(selected.cost, other)
+    def of(cls, candidates: Sequence[Candidate], selected: Candidate) -> Costs:
+        """Return the costs of a role. `candidates`: all of its candidates, in any order."""
+        other_costs = [candidate.cost for candidate in candidates if candidate is not selected]
+        return cls(selected.cost, min(other_costs, default=None))
 
 
 class PlacedSelection(WorkerSelection, frozen=True, kw_only=True):
