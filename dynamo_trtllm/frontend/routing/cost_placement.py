@@ -187,7 +187,7 @@ class Placement:
             decodes = self._ranked(view, group.decode, prompt.request, overlaps, Role.DECODE)
             if avoid is not None:
                 prefills = [candidate for candidate in prefills if candidate.instance.id != avoid]
-            pair = _best_pair(prefills, decodes, breakers)
+            pair = _preferred_pair(prefills, decodes, breakers, is_drawn=self.temperature > 0)
             if pair is None:
                 continue
             prefill, decode = pair
@@ -382,24 +382,38 @@ def _by_id(view: ModelView) -> Mapping[int, Instance]:
     return by_id
 
 
-def _best_pair(
-    prefills: Sequence[Candidate], decodes: Sequence[Candidate], breakers: PairBreakers
+def _preferred_pair(
+    prefills: Sequence[Candidate],
+    decodes: Sequence[Candidate],
+    breakers: PairBreakers,
+    *,
+    is_drawn: bool,
 ) -> tuple[Candidate, Candidate] | None:
-    """Return the pair of the least cost whose breaker is closed.
+    """Return the preferred pair whose breaker is closed.
 
     None: the breakers of all pairs are open, or one role has no candidate.
+
+    Args:
+        prefills: the prefill candidates, the preferred one first.
+        decodes: the decode candidates, the preferred one first.
+        breakers: the breakers of the pairs.
+        is_drawn: the candidates are in an order that was drawn at random, which counts. Otherwise
+            the sum of the costs counts.
     """
     if not prefills or not decodes:
         return None
     if not breakers.any_open:
         return prefills[0], decodes[0]
-    best: tuple[Candidate, Candidate] | None = None
-    least_cost = math.inf
-    for prefill, decode in itertools.product(prefills, decodes):
-        if breakers.is_open(pair_of(prefill.instance.id, decode.instance.id)):
-            continue
-        cost = prefill.cost + decode.cost
-        if cost < least_cost:
-            least_cost = cost
-            best = prefill, decode
-    return best
+    closed = [
+        (prefill, decode)
+        for prefill, decode in itertools.product(prefills, decodes)
+        if not breakers.is_open(pair_of(prefill.instance.id, decode.instance.id))
+    ]
+    if is_drawn:
+        return closed[0] if closed else None
+    return min(closed, key=_pair_cost, default=None)
+
+
+def _pair_cost(pair: tuple[Candidate, Candidate]) -> int:
+    prefill, decode = pair
+    return prefill.cost + decode.cost

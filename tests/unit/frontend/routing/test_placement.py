@@ -311,6 +311,20 @@ def test_costs_of_a_drawn_instance_have_the_least_other_cost() -> None:
     assert drawn == {1, 2, 3}
 
 
+def test_select_with_temperature_draws_while_a_breaker_is_open() -> None:
+    view = view_of(2, 2)
+    placement = Placement("kv", temperature=10.0, seed=1)
+    placement.loads.on_report(report(2, queued_prefill_tokens=500), 0.0)
+    breakers = PairBreakers(BreakerLimits(failures=1))
+    breakers.record_failure((1, 1001), "broken", 0.0)
+    drawn = set[tuple[int, int]]()
+    for _ in range(100):
+        found = placement.select(view, PromptHashes(request()), breakers, 0.0)
+        assert found is not None
+        drawn.add(pair(found))
+    assert drawn == {(1, 1002), (2, 1001), (2, 1002)}
+
+
 def test_select_limits_the_wait_for_a_long_cached_prefix() -> None:
     view = view_of(2, 1)
     placement = Placement("kv", caching(view, {1: 32_000}))
