@@ -162,7 +162,8 @@ def running_deployments() -> list[LaunchRecord]:
         return []
     except OSError as exc:
         raise ConfigError(
-            f"the deployments that run here can't be read: {exc}; pass --url"
+            f"the deployments that run here can't be read: {exc}; set XDG_RUNTIME_DIR to a folder"
+            " of your own"
         ) from exc
     records = []
     for path in folder.glob(f"*{_SUFFIX}"):

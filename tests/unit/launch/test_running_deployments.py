@@ -104,7 +104,7 @@ def test_files_of_other_users_are_rejected(folder: Path, monkeypatch: pytest.Mon
     with launched():
         owner = folder.stat().st_uid
         monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
-        with pytest.raises(ConfigError, match=r"belongs to another user; pass --url"):
+        with pytest.raises(ConfigError, match=r"belongs to another user; set XDG_RUNTIME_DIR"):
             running_deployments()
         monkeypatch.undo()
 
