@@ -27,6 +27,7 @@ from dynamo_trtllm.protocol.number_types import Port, PositiveCount
 
 _FOLDER: Final = "deployments"
 _SUFFIX: Final = ".json"
+_NEW_SUFFIX: Final = ".new"  # a file that is being written
 _LOCK: Final = "lock"
 _MAX_LOCK_WAIT_S: Final = 2.0  # a launcher holds the lock for milliseconds
 _LOCK_PAUSE_S: Final = 0.02
@@ -272,8 +273,8 @@ def _lock(file: IO[str]) -> None:
 def _remove_stale(folder: Path) -> None:
     """Remove the files of launchers that have ended. Call it with the lock."""
     running = {str(record.pid) for record in running_deployments()}
-    for path in folder.glob(f"*{_SUFFIX}"):
-        if path.stem not in running:
+    for path in folder.iterdir():
+        if path.suffix in (_SUFFIX, _NEW_SUFFIX) and path.stem not in running:
             path.unlink(missing_ok=True)
 
 
@@ -287,7 +288,7 @@ def _free_name(namespace: str, taken: Set[str]) -> str:
 
 def _write(path: Path, record: LaunchRecord) -> None:
     """Replace the file in one step. Readers see the former content or the new one."""
-    written = path.with_suffix(".new")
+    written = path.with_suffix(_NEW_SUFFIX)
     descriptor = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with open(descriptor, "wb") as file:
         file.write(msgspec.json.encode(record))
