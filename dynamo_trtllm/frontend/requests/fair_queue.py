@@ -27,6 +27,8 @@ from dynamo_trtllm.frontend.routing.start_window import RequestPlaces
 # request of the client may also go before the client's other requests, if it is overdue.
 OVERDUE_AFTER_S: Final = 30.0
 OVERDUE_TURNS: Final = 8
+# So many entries of empty flows may always stay in the heap of a rank.
+_SPARE_ENTRIES: Final = 32
 # A wait is predicted only after this many choices of the queue have begun.
 _LEAST_BEGUN: Final = 8
 
@@ -187,6 +189,10 @@ class _Rank:
         del self._arrivals[request]
         if not requests:
             del self._flows[client]
+            # `next_flow` drops entries of empty flows at the top of the heap only. If most entries
+            # are such ones, all of them are dropped.
+            if len(self._heap) > 2 * len(self._flows) + _SPARE_ENTRIES:
+                self.reorder()
 
     def least_counter(self) -> float:
         """Return the least counter of the clients whose requests wait."""
