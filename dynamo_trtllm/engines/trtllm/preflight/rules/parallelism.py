@@ -24,22 +24,23 @@ _BALANCE = "attention_dp_config.enable_balance"
         "experts are sharded over the tensor-parallel ranks: TensorRT-LLM rejects a size that does"
         " not divide the number of these ranks"
     ),
-    fix="choose a divisor of tensor_parallel_size",
+    fix="choose a divisor of tensor_parallel_size, with Helix times context_parallel_size",
 )
 def expert_parallel_divides(facts: RoleFacts) -> Violation | None:
     """Find an expert-parallel size that does not divide the number of ranks."""
     if facts.expert_ranks % facts.size(_MOE_EXPERT) == 0:
         return None
-    return Violation(
-        other=f"tensor_parallel_size {facts.value_with_source('tensor_parallel_size')}"
-    )
+    return Violation(other=_expert_ranks(facts))
 
 
 @SECTION.rule(
     "error",
     "moe-split",
     field=_MOE_TENSOR,
-    why="the product of the MoE sizes must be tensor_parallel_size",
+    why=(
+        "the product of the MoE sizes must be tensor_parallel_size, with Helix times"
+        " context_parallel_size"
+    ),
     fix="set only moe_expert_parallel_size; the other is derived",
 )
 def moe_split(facts: RoleFacts) -> Violation | None:
@@ -55,11 +56,19 @@ def moe_split(facts: RoleFacts) -> Violation | None:
         return None
     return Violation(
         other=(
-            f"tensor_parallel_size {facts.tensor_parallel}, because {_MOE_TENSOR}"
+            f"{_expert_ranks(facts)}, because {_MOE_TENSOR}"
             f" {facts.size(_MOE_TENSOR)} times {_MOE_EXPERT} {facts.size(_MOE_EXPERT)} times"
             f" {_MOE_CLUSTER} {facts.size(_MOE_CLUSTER)} is {product}"
         )
     )
+
+
+def _expert_ranks(facts: RoleFacts) -> str:
+    """Return the sizes whose product is `facts.expert_ranks`, as text."""
+    keys = ["tensor_parallel_size"]
+    if facts.has_helix:
+        keys.append("context_parallel_size")
+    return " times ".join(f"{key} {facts.value_with_source(key)}" for key in keys)
 
 
 @SECTION.rule(
