@@ -256,11 +256,15 @@ class _RunningAnswer:
         self.client = client
         self.owner = owner
         self._by_id = by_id
-        self._task = asyncio.current_task()
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._num_cancels_before = 0  # how often the task was cancelled before the block
         self._is_cancelled = False  # a client has cancelled the answer
 
     def __enter__(self) -> None:
         self._by_id[self.answer.id] = self
+        self._num_cancels_before = self._task.cancelling()
 
     def __exit__(
         self,
@@ -269,11 +273,20 @@ class _RunningAnswer:
         traceback: TracebackType | None,
     ) -> None:
         del self._by_id[self.answer.id]
-        if self._is_cancelled and isinstance(error, asyncio.CancelledError):
+        if not self._is_cancelled:
+            return
+        # The cancel ends here. The task goes on, so it no longer counts as cancelled, except if the
+        # server or a timeout around the block has also cancelled it.
+        num_cancels = self._task.uncancel()
+        is_cancelled_by_others = num_cancels > self._num_cancels_before
+        if isinstance(error, asyncio.CancelledError) and not is_cancelled_by_others:
             raise Cancelled(f"{self.answer.id} was cancelled on request") from None
 
     def cancel(self) -> None:
-        """Cancel the task, on request of a client."""
-        assert self._task is not None
-        self._is_cancelled = True
-        self._task.cancel()
+        """Cancel the task, on request of a client.
+
+        A further call does nothing, so that it does not interrupt the end of the choices.
+        """
+        if not self._is_cancelled:
+            self._is_cancelled = True
+            self._task.cancel()
