@@ -158,7 +158,7 @@ class OutputBudget:
         largest.drop(
             Overloaded(
                 f"output that is not sent yet takes more than {MAX_TOTAL_OUTPUT_BYTES >> 20} MiB of"
-                " memory, most of it that of this request; try again later, or set stream to true"
-                " and read faster"
+                " memory, and this request has the most of it; try again later, or set stream to"
+                " true and read faster"
             )
         )

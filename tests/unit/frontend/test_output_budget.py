@@ -131,6 +131,20 @@ def test_exceeded_total_ends_the_largest_answer(monkeypatch: pytest.MonkeyPatch)
     assert (budget.in_use, budget.outputs) == (0, set())
 
 
+def test_ended_answer_learns_that_it_is_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output_budget, "MAX_TOTAL_OUTPUT_BYTES", 100 * KIB)
+    budget = OutputBudget()
+    messages = list[str]()
+    outputs = [
+        budget.open(lambda error, _: messages.append(error.message), is_streamed=True)
+        for _ in range(100)
+    ]
+    for output in outputs:
+        output.set(KIB + 1)
+    assert len(messages) == 1
+    assert "and this request has the most of it" in messages[0]
+
+
 def test_each_alternative_counts_for_the_memory() -> None:
     top = tuple((token, -1.0) for token in range(20))
     logprobs = (TokenLogprob(1, -1.0, top),)
