@@ -84,12 +84,16 @@ class Output:
         end: called with an error when the request has to end, and with True if its unsent output is
             to be dropped.
         is_streamed: whether the response is a stream.
+        max_tokens_name: the API's name of `max_tokens`, for errors.
     """
 
-    def __init__(self, budget: OutputBudget, end: _End, *, is_streamed: bool) -> None:
+    def __init__(
+        self, budget: OutputBudget, end: _End, *, is_streamed: bool, max_tokens_name: str
+    ) -> None:
         self._budget = budget
         self._end = end
         self._is_streamed = is_streamed
+        self._max_tokens_name = max_tokens_name
         self.in_use = 0  # bytes of this output
 
     def set(self, num_bytes: int) -> None:
@@ -130,7 +134,7 @@ class Output:
             return Overloaded(
                 f"the client reads too slowly: its pending output takes more than {limit}"
             )
-        text = _FIX.format(max_tokens="max_tokens")
+        text = _FIX.format(max_tokens=self._max_tokens_name)
         return PayloadTooLarge(
             f"the answer, which is not streamed, takes more than {limit}: {text}"
         )
@@ -143,12 +147,12 @@ class OutputBudget:
         self.in_use = 0  # bytes of all outputs
         self.outputs: set[Output] = set()
 
-    def open(self, end: _End, *, is_streamed: bool) -> Output:
+    def open(self, end: _End, *, is_streamed: bool, max_tokens_name: str) -> Output:
         """Return the object that counts the output of a request. Call its `close` at the end.
 
         Arguments as for `Output`.
         """
-        output = Output(self, end, is_streamed=is_streamed)
+        output = Output(self, end, is_streamed=is_streamed, max_tokens_name=max_tokens_name)
         self.outputs.add(output)
         return output
 

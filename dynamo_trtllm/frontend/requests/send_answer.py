@@ -129,7 +129,11 @@ class RunningChoices:
 
     async def __aenter__(self) -> Self:
         budget = self._state.output_budget
-        self._unsent.output = budget.open(self._end, is_streamed=self._answer.is_streamed)
+        self._unsent.output = budget.open(
+            self._end,
+            is_streamed=self._answer.is_streamed,
+            max_tokens_name=self._answer.plan.choices[0].options.name("max_tokens"),
+        )
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -97,6 +97,16 @@ async def test_answer_growing_too_large_is_413(
     assert frontend.router.running == 0
 
 
+async def test_growing_answer_has_the_field_of_its_api_in_the_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(output_budget, "MAX_OUTPUT_BYTES", 4 * KIB)
+    frontend = served(*[chunk("a") for _ in range(40)], asyncio.Event())
+    response = await post(frontend, "/v1/responses", prompt=None, input="hi")
+    assert response.status_code == 413
+    assert "lower n, best_of, max_output_tokens" in response.json()["error"]["message"]
+
+
 async def test_large_answer_is_encoded_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     fields = {"logprobs": True, "top_logprobs": 5}
     inline = await post(served(scored("a", 5), stop("b")), CHAT, **fields)
@@ -117,8 +127,8 @@ def test_exceeded_total_ends_the_largest_answer(monkeypatch: pytest.MonkeyPatch)
 
         return end
 
-    large = budget.open(end_of("large"), is_streamed=False)
-    small = budget.open(end_of("small"), is_streamed=True)
+    large = budget.open(end_of("large"), is_streamed=False, max_tokens_name="max_tokens")
+    small = budget.open(end_of("small"), is_streamed=True, max_tokens_name="max_tokens")
     large.set(80 * KIB)
     small.set(20 * KIB)
     assert ended == []
@@ -136,7 +146,11 @@ def test_ended_answer_learns_that_it_is_the_largest(monkeypatch: pytest.MonkeyPa
     budget = OutputBudget()
     messages = list[str]()
     outputs = [
-        budget.open(lambda error, _: messages.append(error.message), is_streamed=True)
+        budget.open(
+            lambda error, _: messages.append(error.message),
+            is_streamed=True,
+            max_tokens_name="max_tokens",
+        )
         for _ in range(100)
     ]
     for output in outputs:
