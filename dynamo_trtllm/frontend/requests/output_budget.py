@@ -12,6 +12,7 @@ from typing import Final, TypeAlias
 from dynamo_trtllm.frontend.requests.choice import ChoiceDelta
 from dynamo_trtllm.frontend.requests.preprocess import GenerationPlan
 from dynamo_trtllm.protocol.errors import DynamoError, Overloaded, PayloadTooLarge
+from dynamo_trtllm.protocol.number_types import ceil_div
 
 MAX_OUTPUT_BYTES: Final = 64 << 20  # limit of the unsent output of one request
 MAX_TOTAL_OUTPUT_BYTES: Final = 512 << 20  # limit of the unsent output of all requests
@@ -68,9 +69,10 @@ def check_answer_size(plan: GenerationPlan) -> None:
         max_bytes += sampling.max_tokens * token_bytes
     if max_bytes > MAX_OUTPUT_BYTES:
         name = first.options.name("max_tokens")
+        max_mib = ceil_div(max_bytes, 1 << 20)
         raise PayloadTooLarge(
             f"{len(plan.choices)} choices of {first.request.sampling.max_tokens} tokens may take"
-            f" {max_bytes >> 20} MiB of memory; an answer that is not streamed may take"
+            f" {max_mib} MiB of memory; an answer that is not streamed may take"
             f" {MAX_OUTPUT_BYTES >> 20}: " + _FIX.format(max_tokens=name),
             field=name,
         )

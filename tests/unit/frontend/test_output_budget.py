@@ -107,6 +107,14 @@ async def test_growing_answer_has_the_field_of_its_api_in_the_error(
     assert "lower n, best_of, max_output_tokens" in response.json()["error"]["message"]
 
 
+async def test_size_in_the_error_is_rounded_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output_budget, "MAX_OUTPUT_BYTES", 18 << 20)
+    fields = {"n": 128, "max_tokens": 60, "logprobs": True, "top_logprobs": 20}  # 18.9 MiB
+    response = await post(served(stop("a")), CHAT, **fields)
+    message = response.json()["error"]["message"]
+    assert "may take 19 MiB of memory; an answer that is not streamed may take 18:" in message
+
+
 async def test_large_answer_is_encoded_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     fields = {"logprobs": True, "top_logprobs": 5}
     inline = await post(served(scored("a", 5), stop("b")), CHAT, **fields)
