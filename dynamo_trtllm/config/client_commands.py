@@ -36,7 +36,9 @@ def _server_url(value: str) -> str:
         is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and is_valid_port
     except ValueError:
         is_address = False
-    if not is_address:
+    # Paths are added at the end of the address.
+    has_query_or_fragment = "?" in value or "#" in value
+    if not is_address or has_query_or_fragment:
         raise ValueError("expected an address like localhost:8000 or https://HOST:PORT")
     return value.rstrip("/").removesuffix("/v1")
 
