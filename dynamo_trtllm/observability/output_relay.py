@@ -175,8 +175,8 @@ class RelayedOutput:
                     return None
                 self._on_idle()
                 self._changed.wait()
-                # Lines that a failed write has lost are reported before the data that comes next.
-                # Lines that did not fit the backlog are reported above, when it is written.
+                # The queue was empty. Lines that a failed write has lost are reported now, before
+                # the new data. Lines that did not fit the backlog are reported above.
                 has_lost_lines = self._num_unreported > 0 and not self._is_dropping
                 if has_lost_lines and self._chunks:
                     return self._report()

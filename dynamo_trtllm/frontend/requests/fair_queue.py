@@ -23,8 +23,8 @@ from dynamo_trtllm.frontend.routing.start_window import RequestPlaces
 
 # Clients that send many requests of a high priority could keep the requests of all other clients
 # waiting. Therefore a request that has waited for OVERDUE_AFTER_S seconds is overdue. One of every
-# OVERDUE_TURNS turns is for the rank of the oldest overdue request. In such a turn, the first late
-# request of the client may also go before the client's other requests, if it is overdue.
+# OVERDUE_TURNS turns is for the rank of the oldest overdue request. If the client that has such a
+# turn has a late request that is overdue, this request goes before the client's other requests.
 OVERDUE_AFTER_S: Final = 30.0
 OVERDUE_TURNS: Final = 8
 # So many entries of empty flows may always stay in the heap of a rank.

@@ -27,7 +27,10 @@ _BALANCE = "attention_dp_config.enable_balance"
     fix="choose a divisor of tensor_parallel_size, with Helix times context_parallel_size",
 )
 def expert_parallel_divides(facts: RoleFacts) -> Violation | None:
-    """Find an expert-parallel size that does not divide the number of ranks."""
+    """Find an expert-parallel size that does not divide the number of ranks.
+
+    With Helix, the ranks of context parallelism count, too, see `_expert_ranks`.
+    """
     if facts.expert_ranks % facts.size(_MOE_EXPERT) == 0:
         return None
     return Violation(other=_expert_ranks(facts))
