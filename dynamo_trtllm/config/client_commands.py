@@ -31,10 +31,14 @@ def _server_url(value: str) -> str:
         value = f"http://{value}"
     try:
         parts = urllib.parse.urlsplit(value)
-        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        # Reading the port raises ValueError if it is not a number up to 65535. None: no port.
+        is_valid_port = parts.port != 0
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and is_valid_port
     except ValueError:
         is_address = False
-    if not is_address:
+    # Paths are added at the end of the address.
+    has_query_or_fragment = "?" in value or "#" in value
+    if not is_address or has_query_or_fragment:
         raise ValueError("expected an address like localhost:8000 or https://HOST:PORT")
     return value.rstrip("/").removesuffix("/v1")
 
@@ -160,8 +164,8 @@ class ExplainConfig(ConnectionConfig, DeploymentChoiceConfig):
         "this command",
         None,
         positional=True,
-        help="Id of a request: of its response (chatcmpl-..., cmpl-..., resp_...), of the header"
-        " X-Request-Id, or of a log line. Default: list the latest requests.",
+        help="Id of the request, as shown in its response (chatcmpl-..., cmpl-..., resp_...), in"
+        " the header X-Request-Id, or in a log line. Default: list the latest requests.",
     )
     stuck: bool = option(
         "this command",
@@ -207,7 +211,7 @@ class ExplainConfig(ConnectionConfig, DeploymentChoiceConfig):
     )
 
     @model_validator(mode="after")
-    def _one_question(self) -> ExplainConfig:
+    def _check_combination(self) -> ExplainConfig:
         if self.stuck and (self.request or self.perfetto or self.trace):
             raise ValueError(
                 "--stuck can't be combined with a request, --perfetto or --trace; run them"
@@ -221,7 +225,7 @@ class ExplainConfig(ConnectionConfig, DeploymentChoiceConfig):
 class StopConfig(Config):
     """Stop a deployment that was launched on this machine, and wait until its processes have ended.
 
-    Running requests may finish for the time that the deployment's processes give them. Ctrl-C ends
+    Running requests may finish, within the time of --drain-timeout-s of the processes. Ctrl-C ends
     all processes at once.
 
     examples:
@@ -248,7 +252,8 @@ class StopConfig(Config):
 class LogsConfig(DeploymentChoiceConfig):
     """Show the latest output of the processes of a deployment that was launched on this machine.
 
-    The launcher keeps 8 to 16 MiB of lines of all processes, until its end.
+    Until its end, the launcher keeps the lines of all processes in two files in rotation: at least
+    the last 8 MiB, and at most 16 MiB.
 
     examples:
       %(prog)s

@@ -27,6 +27,7 @@ from dynamo_trtllm.protocol.number_types import Port, PositiveCount
 
 _FOLDER: Final = "deployments"
 _SUFFIX: Final = ".json"
+_NEW_SUFFIX: Final = ".new"  # a file that is being written
 _LOCK: Final = "lock"
 _MAX_LOCK_WAIT_S: Final = 2.0  # a launcher holds the lock for milliseconds
 _LOCK_PAUSE_S: Final = 0.02
@@ -44,7 +45,7 @@ class ProcessRecord(msgspec.Struct, kw_only=True):
     pid: PositiveCount
     instance_id: str = ""  # id of a worker that has been ready, hexadecimal
     uses_tls: bool = False
-    certificate: str = ""  # file with the certificate of the process; "": it has no TLS
+    certificate: str = ""  # file with its own certificate; "": it has none
 
     @property
     def address(self) -> str:
@@ -71,7 +72,8 @@ class LaunchRecord(msgspec.Struct, kw_only=True):
     # of a process.
     etcd_credentials_file: str = ""
     nats_credentials_file: str = ""
-    log_file: str = ""  # the lines of all processes, see `log_file`; "": there is no file
+    # File with the lines of all processes, see the module `launch.log_file`. "": there is no file.
+    log_file: str = ""
     server_logs: dict[str, str] = msgspec.field(default_factory=dict)  # files by name: etcd, nats
     processes: list[ProcessRecord] = msgspec.field(default_factory=list)
     # Instance ids of workers that have ended, whose leases may not have expired yet.
@@ -121,10 +123,10 @@ def recorded(record: LaunchRecord, say: Callable[[str], None]) -> Iterator[Calla
         try:
             _write(path, record)
         except OSError as exc:
-            _say_unknown(say, exc)
+            _report_failed_write(say, exc)
 
     try:
-        folder = _made_folder()
+        folder = _created_folder()
         record.start_ticks = start_ticks(record.pid)
         with _locked(folder):
             _remove_stale(folder)
@@ -133,7 +135,7 @@ def recorded(record: LaunchRecord, say: Callable[[str], None]) -> Iterator[Calla
             path = folder / f"{record.pid}{_SUFFIX}"
             _write(path, record)
     except OSError as exc:
-        _say_unknown(say, exc)
+        _report_failed_write(say, exc)
     try:
         yield write
     finally:
@@ -143,8 +145,8 @@ def recorded(record: LaunchRecord, say: Callable[[str], None]) -> Iterator[Calla
                 path.unlink(missing_ok=True)
 
 
-def _say_unknown(say: Callable[[str], None], error: OSError) -> None:
-    """Say that commands do not find this deployment, or find it as it was before."""
+def _report_failed_write(say: Callable[[str], None], error: OSError) -> None:
+    """Say that the record was not written: commands find no record, or the one before."""
     say(f"dynamo-trtllm status, stop and logs do not know this deployment as it is now: {error}")
 
 
@@ -161,7 +163,8 @@ def running_deployments() -> list[LaunchRecord]:
         return []
     except OSError as exc:
         raise ConfigError(
-            f"the deployments that run here can't be read: {exc}; pass --url"
+            f"the deployments that run here can't be read: {exc}; set XDG_RUNTIME_DIR to a folder"
+            " of your own"
         ) from exc
     records = []
     for path in folder.glob(f"*{_SUFFIX}"):
@@ -191,8 +194,10 @@ def running_deployment(name: str | None, how: str) -> LaunchRecord | None:
         for record in records:
             if record.name == name:
                 return record
-        others = f"these run: {titles}" if records else "no other one does"
-        raise ConfigError(f"no deployment named {name!r} runs on this machine; {others}")
+        unknown = f"no deployment named {name!r} runs on this machine"
+        if not records:
+            raise ConfigError(f"{unknown}; no other one does")
+        raise ConfigError(f"{unknown}; these run: {titles}")
     if len(records) > 1:
         raise ConfigError(
             f"{len(records)} deployments run on this machine: {titles}; choose one {how}"
@@ -228,8 +233,12 @@ def _folder() -> Path:
     return runtime_folder(process_environment()) / _FOLDER
 
 
-def _made_folder() -> Path:
-    """Return the folder, which only this user reads. Raise OSError if there can be none."""
+def _created_folder() -> Path:
+    """Create the folder if it does not exist, and return it. Only this user reads it.
+
+    Raises:
+        OSError: the folder can't be created, or other users could change it.
+    """
     folder = _folder()
     for made in (folder.parent, folder):
         made.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -264,8 +273,8 @@ def _lock(file: IO[str]) -> None:
 def _remove_stale(folder: Path) -> None:
     """Remove the files of launchers that have ended. Call it with the lock."""
     running = {str(record.pid) for record in running_deployments()}
-    for path in folder.glob(f"*{_SUFFIX}"):
-        if path.stem not in running:
+    for path in folder.iterdir():
+        if path.suffix in (_SUFFIX, _NEW_SUFFIX) and path.stem not in running:
             path.unlink(missing_ok=True)
 
 
@@ -279,7 +288,7 @@ def _free_name(namespace: str, taken: Set[str]) -> str:
 
 def _write(path: Path, record: LaunchRecord) -> None:
     """Replace the file in one step. Readers see the former content or the new one."""
-    written = path.with_suffix(".new")
+    written = path.with_suffix(_NEW_SUFFIX)
     descriptor = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with open(descriptor, "wb") as file:
         file.write(msgspec.json.encode(record))

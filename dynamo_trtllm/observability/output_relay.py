@@ -37,9 +37,11 @@ FLUSH = b"f"
 FLUSHED = b"."
 _LOGGER = "observability.output_relay"
 _READ_BYTES = 1 << 16
-_READS_PER_FLUSH = 64  # so many reads are enough to empty a pipe of the default size
-# These signals also end the served process. The relay ignores them, because the process writes its
-# last lines at that time.
+# A flush reads a pipe at most this many times. One read can empty a pipe of the default size. The
+# limit is for a process that keeps writing.
+_READS_PER_FLUSH = 64
+# The relay ignores these signals, which may reach it together with the served process. A process
+# that they end still writes its last lines, and a stopped relay would not read what is written.
 _IGNORED_SIGNALS = (
     signal.SIGINT,
     signal.SIGTERM,
@@ -92,7 +94,9 @@ class RelayedOutput:
         self._failure = ""  # why the last write failed, or "" if it succeeded
         self._is_dropping = False  # the backlog was full and is not written yet
         self._skips_line = False  # the beginning of a line was dropped, so its end is dropped, too
-        self._accepted_mid_line = False  # the accepted data ends within a line
+        # The accepted data ends within a line, and no data was dropped since. So the end of this
+        # line can be accepted, too.
+        self._may_finish_line = False
         self._written_mid_line = False  # the written data ends within a line
         self._is_finished = False
         self.is_closed = False  # the reader of the output has exited
@@ -113,7 +117,8 @@ class RelayedOutput:
             if not self._is_dropping and self._num_bytes + len(data) > BACKLOG_BYTES:
                 data = self._finish_line(data)
                 # If the data was only the end of an accepted line, nothing is left to drop.
-                self._is_dropping = bool(data)
+                if data:
+                    self._is_dropping = True
             if self._is_dropping:
                 self._drop(data)
             elif data:
@@ -170,14 +175,18 @@ class RelayedOutput:
                     return None
                 self._on_idle()
                 self._changed.wait()
-                # After a failed write, lines that were queued before are written first. The lost
-                # lines are reported here, before data that has arrived during the wait.
-                if self._num_unreported and not self._is_dropping and self._chunks:
+                # The queue was empty. Lines that a failed write has lost are reported now, before
+                # the new data. Lines that did not fit the backlog are reported above.
+                has_lost_lines = self._num_unreported > 0 and not self._is_dropping
+                if has_lost_lines and self._chunks:
                     return self._report()
             return self._chunks.popleft(), 0
 
     def _report(self) -> tuple[bytes, int]:
-        """Return the line about all dropped lines that are not reported yet, and their number."""
+        """Return the line about all dropped lines that are not reported yet, and their number.
+
+        The line counts as data that is being written.
+        """
         line = self._notice(self._num_unreported, self._failure)
         if self._written_mid_line:
             line = b"\n" + line
@@ -189,7 +198,7 @@ class RelayedOutput:
         self._chunks.append(data)
         self._on_queued(data.count(b"\n"))
         self._num_bytes += len(data)
-        self._accepted_mid_line = not data.endswith(b"\n")
+        self._may_finish_line = not data.endswith(b"\n")
         self._changed.notify()
 
     def _finish_line(self, data: bytes) -> bytes:
@@ -197,7 +206,7 @@ class RelayedOutput:
 
         If the data does not contain the end of the line, nothing is accepted.
         """
-        if not self._accepted_mid_line or b"\n" not in data:
+        if not self._may_finish_line or b"\n" not in data:
             return data
         end, _, rest = data.partition(b"\n")
         self._append(end + b"\n")
@@ -216,7 +225,7 @@ class RelayedOutput:
             # The data begins within a line that was counted before.
             num_lines -= 1
         self._skips_line = ends_mid_line
-        self._accepted_mid_line = False
+        self._may_finish_line = False
         self._count_dropped(num_lines)
 
     def _drop_queued(self) -> None:
@@ -375,6 +384,7 @@ def main(argv: Sequence[str]) -> None:
         signal.signal(number, signal.SIG_IGN)
     counters = mmap.mmap(int(memory), COUNTERS.size)
     counting = threading.Lock()
+    pipes: dict[int, RelayedOutput] = {}
 
     def count(*, dropped: int = 0, queued: int = 0) -> None:
         with counting:
@@ -393,7 +403,6 @@ def main(argv: Sequence[str]) -> None:
             if output is not pipes[failed_pipe]:
                 output.add(line)
 
-    pipes: dict[int, RelayedOutput] = {}
     relay = Relay(pipes, socket.socket(fileno=int(control)))
     for pair in argv[4:]:
         pipe, file = map(int, pair.split(":"))

@@ -26,6 +26,7 @@ from dynamo_trtllm.protocol.messages import Instance
 from dynamo_trtllm.protocol.shares import ShareTable
 
 _Change = tuple[str, bytes | None]  # a key and its new record; None: it was deleted
+_NO_RECORD: Final = 0  # the version of a key that has no record
 
 
 class _Watcher:
@@ -66,7 +67,10 @@ class InstanceRecords:
             self._put(key, record)
 
     def put_if_unchanged(self, key: str, record: bytes, version: int) -> bool:
-        """Write a record like `put` if its key has this version. Otherwise return False."""
+        """Write a record like `put` if its key has this version. Otherwise return False.
+
+        The version is _NO_RECORD if the key must not exist.
+        """
         with self._changing:
             if self._version(key) != version:
                 return False
@@ -74,12 +78,16 @@ class InstanceRecords:
             return True
 
     def read(self, key: str) -> tuple[bytes | None, int]:
-        """Return a record and its version, or None and 0."""
+        """Return a record and its version, or None and _NO_RECORD."""
         with self._changing:
             return self._records.get(key), self._version(key)
 
     def _version(self, key: str) -> int:
-        return self._versions[key] if key in self._records else 0
+        """Return the version of a key.
+
+        If a deleted key is written again, its versions continue: none occurs twice.
+        """
+        return self._versions[key] if key in self._records else _NO_RECORD
 
     def _put(self, key: str, record: bytes) -> None:
         self._records.pop(key, None)  # a record that is written again is listed last
@@ -132,8 +140,8 @@ class MemoryRegistration:
         self._records = records
         self._key: str | None = key
 
-    def replace(self) -> None:
-        """Leave the record to a later registration of the same instance."""
+    def disown(self) -> None:
+        """Do not delete the record in `aclose`: a later registration owns it."""
         self._key = None
 
     async def aclose(self) -> None:
@@ -187,7 +195,7 @@ class MemoryDiscovery:
         key, record = written(instance)
         earlier = self._registrations.get(key)
         if earlier is not None:
-            earlier.replace()
+            earlier.disown()
         self._records.put(key, record)
         registration = MemoryRegistration(self._records, key)
         self._registrations[key] = registration
@@ -211,7 +219,9 @@ class MemoryDiscovery:
                 events = cache.delete(key) if record is None else cache.put(key, record)
                 for event in events:
                     yield event
-                if cache.next_list_s is not None:
+                # The removal of an instance may have made rejected records valid.
+                needs_list = cache.next_list_s is not None
+                if needs_list:
                     for event in cache.relist(self._records.listed(prefix)):
                         yield event
         finally:
@@ -230,7 +240,7 @@ class MemoryDiscovery:
     async def try_to_lead(self, namespace: str, name: str) -> MemoryLeadership | None:
         """See `Discovery.try_to_lead`."""
         key = planner_key(namespace)
-        if not self._records.put_if_unchanged(key, name.encode(), 0):
+        if not self._records.put_if_unchanged(key, name.encode(), _NO_RECORD):
             return None
         _, epoch = self._records.read(key)
         return MemoryLeadership(self._records, key, epoch)

@@ -314,7 +314,7 @@ class MessagesAdapter:
     ) -> MessageBuilder:
         return MessageBuilder(meta, plan)
 
-    async def on_complete(self, answer: MessageBuilder, client: str) -> None:
+    async def on_complete(self, builder: MessageBuilder, client: str) -> None:
         pass
 
 

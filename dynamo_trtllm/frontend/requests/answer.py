@@ -59,26 +59,29 @@ class ApiAdapter(Protocol[B]):
     async def resolve(
         self, body: B, served: ServedModel, call: GenerateRequest, owner: str
     ) -> tuple[Callable[[], GenerationPlan], int]:
-        """Read what the request refers to. Raises RequestError.
+        """Load the stored items that the request refers to, and return the work that plans it.
 
         Args:
             call: the call to workers, still without prompt and sampling values.
             owner: name of the API key, to which the stored responses belong; "": there are no keys.
 
         Returns:
-            The work that plans the request, and the characters of stored text that it renders.
-            The work may take long, is safe in a thread, and raises RequestError if the request is
-            wrong or not supported.
+            The function that plans the request, and the number of characters of stored text that it
+            renders. The function may take long, is safe in a thread, and raises RequestError if the
+            request is wrong or not supported.
+
+        Raises:
+            RequestError: the request refers to something that is not stored, or is too long.
         """
 
     def builder(self, meta: ResponseMeta, body: B, plan: GenerationPlan) -> AnswerBuilder:
-        """Return the encoder of the events of a streamed response, otherwise its aggregator."""
+        """Return the builder of the answer, for a stream or for a whole response."""
 
-    async def on_complete(self, answer: Any, client: str) -> None:
+    async def on_complete(self, builder: Any, client: str) -> None:
         """Handle a complete response before its last part is sent.
 
         Args:
-            answer: what `builder` returned.
+            builder: the builder that the method `builder` has returned.
             client: the client's network address; "" if unknown.
         """
 
@@ -128,6 +131,8 @@ class Answer:
         self.choices = [
             Choice(choice_request, index) for index, choice_request in enumerate(self.plan.choices)
         ]
+        # The deaths of workers are charged to all choices of a prompt together. Otherwise a prompt
+        # that ends workers could end more of them with many choices.
         if len(self.choices) > 1:
             share_suspicions(self.choices, self.plan.candidates)
 
@@ -251,11 +256,15 @@ class _RunningAnswer:
         self.client = client
         self.owner = owner
         self._by_id = by_id
-        self._task = asyncio.current_task()
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._num_cancels_before = 0  # how often the task was cancelled before the block
         self._is_cancelled = False  # a client has cancelled the answer
 
     def __enter__(self) -> None:
         self._by_id[self.answer.id] = self
+        self._num_cancels_before = self._task.cancelling()
 
     def __exit__(
         self,
@@ -264,11 +273,20 @@ class _RunningAnswer:
         traceback: TracebackType | None,
     ) -> None:
         del self._by_id[self.answer.id]
-        if self._is_cancelled and isinstance(error, asyncio.CancelledError):
+        if not self._is_cancelled:
+            return
+        # The cancel ends here. The task goes on, so it no longer counts as cancelled, except if the
+        # server or a timeout around the block has also cancelled it.
+        num_cancels = self._task.uncancel()
+        is_cancelled_by_others = num_cancels > self._num_cancels_before
+        if isinstance(error, asyncio.CancelledError) and not is_cancelled_by_others:
             raise Cancelled(f"{self.answer.id} was cancelled on request") from None
 
     def cancel(self) -> None:
-        """Cancel the task, on request of a client."""
-        assert self._task is not None
-        self._is_cancelled = True
-        self._task.cancel()
+        """Cancel the task, on request of a client.
+
+        A further call does nothing, so that it does not interrupt the end of the choices.
+        """
+        if not self._is_cancelled:
+            self._is_cancelled = True
+            self._task.cancel()

@@ -517,7 +517,7 @@ class CompletionAdapter(Generic[B]):
     def builder(self, meta: ResponseMeta, body: B, plan: GenerationPlan) -> CompletionBuilder:
         return CompletionBuilder(self.choice_type, meta, body, plan)
 
-    async def on_complete(self, answer: object, client: str) -> None:
+    async def on_complete(self, builder: object, client: str) -> None:
         pass
 
 

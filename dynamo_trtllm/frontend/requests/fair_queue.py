@@ -22,12 +22,14 @@ from dynamo_trtllm.frontend.requests.token_counters import (
 from dynamo_trtllm.frontend.routing.start_window import RequestPlaces
 
 # Clients that send many requests of a high priority could keep the requests of all other clients
-# waiting. Therefore a request that has waited for OVERDUE_AFTER_S seconds is overdue, and one of
-# every OVERDUE_TURNS turns is for the rank of the oldest overdue request. In such a turn, an
-# overdue request that `_Flow` has put last may go first.
+# waiting. Therefore a request that has waited for OVERDUE_AFTER_S seconds is overdue. One of every
+# OVERDUE_TURNS turns is for the rank of the oldest overdue request. If the client that has such a
+# turn has a late request that is overdue, this request goes before the client's other requests.
 OVERDUE_AFTER_S: Final = 30.0
 OVERDUE_TURNS: Final = 8
-# No wait is predicted before this many choices have begun while other choices waited.
+# So many entries of empty flows may always stay in the heap of a rank.
+_SPARE_ENTRIES: Final = 32
+# A wait is predicted only after this many choices of the queue have begun.
 _LEAST_BEGUN: Final = 8
 
 
@@ -64,8 +66,8 @@ class QueuedRequest:
     """A request that waits."""
 
     claim: Claim
-    # Returns the tokens to count until now, without the prompt tokens. Prompt tokens count when the
-    # request begins.
+    # Returns how many tokens the request has used so far, in addition to its prompt tokens. Prompt
+    # tokens count when the request begins.
     more_tokens: Callable[[], int]
     decided: asyncio.Future[None]  # done when the request has permits or was displaced
     queued_s: float = 0.0  # when it was queued, by the queue's clock
@@ -87,7 +89,7 @@ class _Flow:
         self.requests: list[QueuedRequest] = []
 
     def put_late_last(self, now: float) -> None:
-        """Put each late request at the beginning behind all requests that are not late."""
+        """Move late requests from the front to behind all requests that are not late."""
         requests = self.requests
         while not requests[0].order.is_late and requests[0].claim.late_at_s <= now:
             late = requests.pop(0)
@@ -138,10 +140,13 @@ class _Rank:
         """
         own = self._flows.get(client.name)
         if own is None:
+            # `FairQueue.add` raises the client's counter to the least one, but not higher. So the
+            # client may be the next.
             return 0
         num_own = 0
         for request in own.requests:
-            # A late request is put last when it has become the first one.
+            # `is_late` is not set yet if the request has become late behind another one:
+            # `put_late_last` looks at the first request only.
             is_late = request.order.is_late or request.claim.late_at_s <= now
             if not is_late and request.claim.priority <= priority:
                 num_own += request.claim.num_choices
@@ -184,6 +189,10 @@ class _Rank:
         del self._arrivals[request]
         if not requests:
             del self._flows[client]
+            # `next_flow` drops entries of empty flows at the top of the heap only. If most entries
+            # are such ones, all of them are dropped.
+            if len(self._heap) > 2 * len(self._flows) + _SPARE_ENTRIES:
+                self.reorder()
 
     def least_counter(self) -> float:
         """Return the least counter of the clients whose requests wait."""
@@ -243,12 +252,13 @@ class FairQueue:
     ) -> None:
         self._counters = counters
         self._clock = clock
-        self._ranks: dict[int, _Rank] = {}  # an empty rank is removed
+        self._ranks: dict[int, _Rank] = {}  # by `Claim.rank`; an empty rank is removed
         self._numbers = itertools.count()  # numbers arrivals and turns
         self._num_taken = 0
         self._num_waiting = 0  # how many choices wait
         self.prompt_tokens = 0  # tokens of the prompts of all choices that wait
-        # The rate at which choices begin while other choices wait.
+        # The rate at which choices of this queue begin. An empty queue is dropped, so choices have
+        # waited during the whole time of the rate.
         self._begun = RecentRate(clock)
 
     @property
@@ -281,8 +291,8 @@ class FairQueue:
         # A client without a waiting request in this rank gets no credit for the time in which it
         # had none.
         if rank.is_empty:
-            # No client waits in this rank. So `lift` takes the value of the client that began last,
-            # or the least value of clients that wait at other processes, whichever is higher.
+            # No client waits in this rank to compare with. So `lift` compares with the client that
+            # began last, and with the clients that wait at other processes.
             self._counters.lift(counter)
         elif not rank.has(claim.client.name):
             self._counters.lift(counter, rank.least_counter())
@@ -346,10 +356,10 @@ class FairQueue:
             return longest_s
         now = self._clock()
         num_before = 0
-        for number, rank in self._ranks.items():
-            if number < claim.rank:
+        for rank_value, rank in self._ranks.items():
+            if rank_value < claim.rank:
                 num_before += rank.num_choices()
-            elif number == claim.rank:
+            elif rank_value == claim.rank:
                 num_before += rank.num_choices_before(claim.client, claim.priority, now)
         return self._begun.seconds_for(num_before) or 0.0
 
@@ -368,16 +378,16 @@ class FairQueue:
             rank = min(self._ranks.values(), key=_waiting_since)
             if self._clock() - rank.oldest.queued_s >= OVERDUE_AFTER_S:
                 yield rank
-        for number in sorted(self._ranks):
-            yield self._ranks[number]
+        for rank_value in sorted(self._ranks):
+            yield self._ranks[rank_value]
 
     def _is_overdue_turn(self) -> bool:
         """Return whether an overdue request, if there is one, has this turn."""
         return self._num_taken % OVERDUE_TURNS == OVERDUE_TURNS - 1
 
-    def _drop_if_empty(self, rank: int) -> None:
-        if self._ranks[rank].is_empty:
-            del self._ranks[rank]
+    def _drop_if_empty(self, rank_value: int) -> None:
+        if self._ranks[rank_value].is_empty:
+            del self._ranks[rank_value]
 
 
 def _order(request: QueuedRequest) -> _Order:

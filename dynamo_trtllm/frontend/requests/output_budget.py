@@ -12,13 +12,14 @@ from typing import Final, TypeAlias
 from dynamo_trtllm.frontend.requests.choice import ChoiceDelta
 from dynamo_trtllm.frontend.requests.preprocess import GenerationPlan
 from dynamo_trtllm.protocol.errors import DynamoError, Overloaded, PayloadTooLarge
+from dynamo_trtllm.protocol.number_types import ceil_div
 
 MAX_OUTPUT_BYTES: Final = 64 << 20  # limit of the unsent output of one request
 MAX_TOTAL_OUTPUT_BYTES: Final = 512 << 20  # limit of the unsent output of all requests
-# Memory of one token: its text in a list. Each delta takes as much in addition.
+# Estimated memory of one token's text in a list. A delta takes the same again for itself.
 TOKEN_BYTES: Final = 64
-# Smaller changes of a request's output are not counted, to save CPU time.
-COUNTED_TOKENS: Final = 256
+# Smaller changes of a request's output are not counted, to save CPU time. In units of TOKEN_BYTES.
+MIN_COUNTED_CHANGE: Final = 256
 # Memory of one log-probability: of the token itself, or of one of its alternatives.
 _LOGPROB_BYTES: Final = 120
 _FIX = "lower n, best_of, {max_tokens} or the number of alternatives, or set stream to true"
@@ -41,7 +42,9 @@ def memory_units(delta: ChoiceDelta) -> int:
     for part in delta.deltas:
         if part.logprobs:
             num_logprobs += len(part.logprobs) + sum(len(scored.top) for scored in part.logprobs)
-    return delta.tokens + 1 + num_logprobs * _LOGPROB_BYTES // TOKEN_BYTES
+    delta_units = 1
+    logprob_units = (num_logprobs * _LOGPROB_BYTES) // TOKEN_BYTES
+    return delta.tokens + delta_units + logprob_units
 
 
 def check_answer_size(plan: GenerationPlan) -> None:
@@ -66,9 +69,10 @@ def check_answer_size(plan: GenerationPlan) -> None:
         max_bytes += sampling.max_tokens * token_bytes
     if max_bytes > MAX_OUTPUT_BYTES:
         name = first.options.name("max_tokens")
+        max_mib = ceil_div(max_bytes, 1 << 20)
         raise PayloadTooLarge(
             f"{len(plan.choices)} choices of {first.request.sampling.max_tokens} tokens may take"
-            f" {max_bytes >> 20} MiB of memory; an answer that is not streamed may take"
+            f" {max_mib} MiB of memory; an answer that is not streamed may take"
             f" {MAX_OUTPUT_BYTES >> 20}: " + _FIX.format(max_tokens=name),
             field=name,
         )
@@ -82,12 +86,16 @@ class Output:
         end: called with an error when the request has to end, and with True if its unsent output is
             to be dropped.
         is_streamed: whether the response is a stream.
+        max_tokens_name: the API's name of `max_tokens`, for errors.
     """
 
-    def __init__(self, budget: OutputBudget, end: _End, *, is_streamed: bool) -> None:
+    def __init__(
+        self, budget: OutputBudget, end: _End, *, is_streamed: bool, max_tokens_name: str
+    ) -> None:
         self._budget = budget
         self._end = end
         self._is_streamed = is_streamed
+        self._max_tokens_name = max_tokens_name
         self.in_use = 0  # bytes of this output
 
     def set(self, num_bytes: int) -> None:
@@ -128,7 +136,7 @@ class Output:
             return Overloaded(
                 f"the client reads too slowly: its pending output takes more than {limit}"
             )
-        text = _FIX.format(max_tokens="max_tokens")
+        text = _FIX.format(max_tokens=self._max_tokens_name)
         return PayloadTooLarge(
             f"the answer, which is not streamed, takes more than {limit}: {text}"
         )
@@ -141,12 +149,12 @@ class OutputBudget:
         self.in_use = 0  # bytes of all outputs
         self.outputs: set[Output] = set()
 
-    def open(self, end: _End, *, is_streamed: bool) -> Output:
+    def open(self, end: _End, *, is_streamed: bool, max_tokens_name: str) -> Output:
         """Return the object that counts the output of a request. Call its `close` at the end.
 
         Arguments as for `Output`.
         """
-        output = Output(self, end, is_streamed=is_streamed)
+        output = Output(self, end, is_streamed=is_streamed, max_tokens_name=max_tokens_name)
         self.outputs.add(output)
         return output
 
@@ -156,7 +164,7 @@ class OutputBudget:
         largest.drop(
             Overloaded(
                 f"output that is not sent yet takes more than {MAX_TOTAL_OUTPUT_BYTES >> 20} MiB of"
-                " memory, most of it that of this request; try again later, or set stream to true"
-                " and read faster"
+                " memory, and this request has the most of it; try again later, or set stream to"
+                " true and read faster"
             )
         )

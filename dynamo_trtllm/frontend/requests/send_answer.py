@@ -15,7 +15,7 @@ from dynamo_trtllm.frontend.requests.answer import Answer
 from dynamo_trtllm.frontend.requests.app_state import AppState
 from dynamo_trtllm.frontend.requests.choice import Choice, ChoiceDelta, pick_best_of
 from dynamo_trtllm.frontend.requests.output_budget import (
-    COUNTED_TOKENS,
+    MIN_COUNTED_CHANGE,
     TOKEN_BYTES,
     Output,
     memory_units,
@@ -129,7 +129,11 @@ class RunningChoices:
 
     async def __aenter__(self) -> Self:
         budget = self._state.output_budget
-        self._unsent.output = budget.open(self._end, is_streamed=self._answer.is_streamed)
+        self._unsent.output = budget.open(
+            self._end,
+            is_streamed=self._answer.is_streamed,
+            max_tokens_name=self._answer.plan.choices[0].options.name("max_tokens"),
+        )
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -170,7 +174,7 @@ class RunningChoices:
                     # `deliver` has added the same number.
                     num_units = memory_units(item) if is_scored else item.tokens + 1
                     unsent.num_pending -= num_units
-                    if unsent.num_pending < unsent.num_counted - COUNTED_TOKENS:
+                    if unsent.num_pending < unsent.num_counted - MIN_COUNTED_CHANGE:
                         unsent.count()
                     if not unsent.num_pending:
                         unsent.resume_writing()
@@ -306,7 +310,7 @@ def _delivery(
         # `RunningChoices` subtracts the same number. The expression is repeated there, because a
         # function call would take longer.
         unsent.num_pending += memory_units(item) if is_scored else item.tokens + 1
-        if unsent.num_pending > unsent.num_counted + COUNTED_TOKENS:
+        if unsent.num_pending > unsent.num_counted + MIN_COUNTED_CHANGE:
             unsent.count()
 
     return deliver

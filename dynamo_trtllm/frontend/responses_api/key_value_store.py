@@ -1,5 +1,6 @@
-"""Define the store of bytes below the stored responses: interface, limits, and a store in memory.
+"""Define the key-value store that keeps the stored responses.
 
+This module has its interface, its limits, and a store in memory.
 The module `jetstream` has the store for several processes. Both stores pass the same contract
 tests.
 """
@@ -71,20 +72,20 @@ class StoreLimits:
             )
 
 
-class _Owner:
-    """The values of one owner in the store."""
+class _OwnerUsage:
+    """What one owner has in the store."""
 
     def __init__(self) -> None:
         self.used_bytes = 0
         self.keys: dict[str, None] = {}  # oldest first
 
 
-def _num_values(owner: _Owner) -> int:
-    return len(owner.keys)
+def _num_values(usage: _OwnerUsage) -> int:
+    return len(usage.keys)
 
 
-def _used_bytes(owner: _Owner) -> int:
-    return owner.used_bytes
+def _used_bytes(usage: _OwnerUsage) -> int:
+    return usage.used_bytes
 
 
 class _Entry(NamedTuple):
@@ -105,7 +106,7 @@ class MemoryStore:
         self._clock = clock
         # The oldest entry is the first, and expires first.
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
-        self._owners: dict[str, _Owner] = {}
+        self._usages: dict[str, _OwnerUsage] = {}  # by owner
         self.used_bytes = 0
 
     async def put(self, key: str, value: bytes, owner: str = "") -> None:
@@ -114,13 +115,13 @@ class MemoryStore:
         self._drop(key)
         self._expire()
         while len(self._entries) >= limits.max_entries:
-            self._drop_oldest(max(self._owners.values(), key=_num_values))
+            self._drop_oldest(max(self._usages.values(), key=_num_values))
         while self.used_bytes + len(value) > limits.max_bytes:
-            self._drop_oldest(max(self._owners.values(), key=_used_bytes))
+            self._drop_oldest(max(self._usages.values(), key=_used_bytes))
         self._entries[key] = _Entry(value, owner, self._clock() + limits.ttl_s)
-        owned = self._owners.setdefault(owner, _Owner())
-        owned.keys[key] = None
-        owned.used_bytes += len(value)
+        usage = self._usages.setdefault(owner, _OwnerUsage())
+        usage.keys[key] = None
+        usage.used_bytes += len(value)
         self.used_bytes += len(value)
 
     async def get(self, key: str) -> bytes | None:
@@ -142,16 +143,16 @@ class MemoryStore:
                 return
             self._drop(key)
 
-    def _drop_oldest(self, owned: _Owner) -> None:
-        self._drop(next(iter(owned.keys)))
+    def _drop_oldest(self, usage: _OwnerUsage) -> None:
+        self._drop(next(iter(usage.keys)))
 
     def _drop(self, key: str) -> None:
         entry = self._entries.pop(key, None)
         if entry is None:
             return
         self.used_bytes -= len(entry.value)
-        owned = self._owners[entry.owner]
-        owned.used_bytes -= len(entry.value)
-        del owned.keys[key]
-        if not owned.keys:
-            del self._owners[entry.owner]
+        usage = self._usages[entry.owner]
+        usage.used_bytes -= len(entry.value)
+        del usage.keys[key]
+        if not usage.keys:
+            del self._usages[entry.owner]

@@ -402,9 +402,9 @@ class ResponsesAdapter:
     ) -> ResponseBuilder:
         return ResponseBuilder(meta, body, plan, self._store.max_bytes)
 
-    async def on_complete(self, answer: ResponseBuilder, client: str) -> None:
-        if answer.packed is not None:
-            await self._store.put(answer.id, answer.packed, client)
+    async def on_complete(self, builder: ResponseBuilder, client: str) -> None:
+        if builder.packed is not None:
+            await self._store.put(builder.id, builder.packed, client)
 
 
 async def _resolve_references(given: Sequence[InputItem], references: References) -> list[Item]:

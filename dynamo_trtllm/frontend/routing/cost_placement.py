@@ -33,15 +33,16 @@ from dynamo_trtllm.protocol.messages import GenerateRequest, Instance, Role
 # How many instances of a role are compared. The number is a compromise: one frontend knows of all
 # requests, so it should compare many instances. Many frontends learn of each other's requests late,
 # so each should compare few. The table has the p99 of the time to first token in ms, with eight
-# equal workers, of which those to compare are chosen at random (`benchmarks.routing frontends`):
+# equal workers. The workers to compare are drawn at random (`benchmarks.routing frontends`).
 #
-#     compared                                     8     4     2   none: in turn
-#     16 frontends                               615   432   325             291
-#     1 frontend, prompts of different lengths   469   564   735            1196
+#     compared workers                             8     4     2   round robin
+#     16 frontends                               615   432   325           291
+#     1 frontend, prompts of different lengths   469   564   735          1196
 MAX_COMPARED: Final = 4
 _MAX_BY_PREFIX = 2  # how many instances are compared because of their caches
-# An instance costs more if it takes more than this many times as long per token as the fastest one.
-_SLOWER: Final = 1.5
+# An instance is penalized if its time per token is more than this multiple of that of the fastest
+# one.
+_SLOW_RATIO: Final = 1.5
 _MAX_EXPONENT: Final = 700.0  # math.exp overflows above 709
 
 
@@ -62,13 +63,10 @@ class Costs(msgspec.Struct, frozen=True):
     other: int | None  # None: there is no other instance
 
     @classmethod
-    def of(cls, ranked: Sequence[Candidate], selected: Candidate) -> Costs:
-        """Return the costs of a role. `ranked`: its candidates, sorted by cost."""
-        best = ranked[0]
-        if selected is not best:
-            return cls(selected.cost, best.cost)
-        other = ranked[1].cost if len(ranked) > 1 else None
-        return cls(selected.cost, other)
+    def of(cls, candidates: Sequence[Candidate], selected: Candidate) -> Costs:
+        """Return the costs of a role. `candidates`: all of its candidates, in any order."""
+        other_costs = [candidate.cost for candidate in candidates if candidate is not selected]
+        return cls(selected.cost, min(other_costs, default=None))
 
 
 class PlacedSelection(WorkerSelection, frozen=True, kw_only=True):
@@ -101,8 +99,8 @@ class Placement:
         overlap_credit: how much of the cost of computing a token of the prompt is saved if the
             token is in the cache.
         temperature: 0 selects the least cost. With a higher temperature, instances of higher cost
-            are selected, too: the probability is the softmax of the negative costs, divided by
-            their range and the temperature.
+            are selected, too: the probabilities are softmax(-cost / (range * temperature)), where
+            `range` is the highest cost minus the least.
         seed: the seed of the random choices.
     """
 
@@ -120,7 +118,7 @@ class Placement:
     def start(
         self, selection: WorkerSelection, request: GenerateRequest, now: float
     ) -> PlacedRequest:
-        """Count a request at its instances, and its prompt in their caches."""
+        """Record that a request runs at the selected instances, and that they cache its prompt."""
         overlap_tokens = 0
         prompts: list[SentPrompt] = []
         if isinstance(selection, PlacedSelection):
@@ -147,17 +145,17 @@ class Placement:
         waited_s: float = 0.0,
         may_reject: bool = False,
     ) -> PlacedSelection | None:
-        """Return the pair of the least cost, or the aggregated instance if a role has none.
+        """Select a prefill and a decode instance, or an aggregated one if a role has no instance.
 
         Returns None if no compared instance can be used. Then `select_round_robin` looks at all
         instances, and raises an error if none of them can be used, either.
 
         Args:
             view: the instances of the request's model.
-            prompt: the prompt of the request. Its hashes are computed only if prefixes count.
+            prompt: the prompt of the request. Its hashes are computed only if `prefixes` is set.
             breakers: the breakers of the pairs.
             now: seconds of a monotonic clock.
-            avoid: prefill instance to use only if no other matches.
+            avoid: prefill instance that is not selected here. `select_round_robin` may select it.
             waited_s: for how long the request has waited. It does not count for costs.
             may_reject: see `SloPlacement.select`. A placement by cost rejects no request.
         """
@@ -179,7 +177,7 @@ class Placement:
         breakers: PairBreakers,
         avoid: int | None,
     ) -> CostSelection | None:
-        """Return the pair of the least cost of all pairing keys."""
+        """Return the preferred pair of the pairing key where this pair costs least."""
         best: CostSelection | None = None
         least_cost = math.inf
         for group in view.groups.values():
@@ -189,7 +187,7 @@ class Placement:
             decodes = self._ranked(view, group.decode, prompt.request, overlaps, Role.DECODE)
             if avoid is not None:
                 prefills = [candidate for candidate in prefills if candidate.instance.id != avoid]
-            pair = _best_pair(prefills, decodes, breakers)
+            pair = _preferred_pair(prefills, decodes, breakers, is_drawn=self.temperature > 0)
             if pair is None:
                 continue
             prefill, decode = pair
@@ -215,7 +213,7 @@ class Placement:
         overlaps: PrefixOverlaps | None,
         breakers: PairBreakers,
     ) -> CostSelection | None:
-        """Return the aggregated instance of the least cost."""
+        """Return the preferred aggregated instance whose breaker is closed."""
         ranked = self._ranked(view, view.aggregated, prompt.request, overlaps, Role.AGGREGATED)
         if breakers.any_open:
             ranked = [
@@ -238,7 +236,7 @@ class Placement:
     def select_decode(
         self, view: ModelView, decodes: tuple[Instance, ...], request: GenerateRequest
     ) -> Instance | None:
-        """Return the decode instance with the least cost for KV that is already computed.
+        """Return the preferred decode instance for KV that is already computed.
 
         None: there is no instance.
         """
@@ -253,7 +251,9 @@ class Placement:
         overlaps: PrefixOverlaps | None,
         role: Role,
     ) -> list[Candidate]:
-        """Return the instances to compare, sorted by cost.
+        """Return the instances to compare, the preferred one first.
+
+        They are sorted by cost. With a temperature, their order is drawn at random.
 
         The cost of an instance is divided by its share: an instance that is to have half of the
         work costs twice as much.
@@ -275,6 +275,8 @@ class Placement:
             credited_tokens = int(self.overlap_credit * cached_tokens)
             cost = instance_cost(load, instance, prompt_tokens, credited_tokens, role)
             share = view.share(instance, role) if view.shares else 1.0
+            # An instance with a share of 0 is only compared if those with a share can't run the
+            # request. Then its share does not count.
             if 0 < share < 1:
                 cost = int(cost / share)
             candidates.append(Candidate(cost, self._random(), instance, cached_tokens))
@@ -295,21 +297,28 @@ class Placement:
     ) -> dict[int, Instance]:
         """Return the instances to compare, by id.
 
-        They are all instances. Of more than `limit`, they are those with the longest prefixes and a
-        few at random.
+        Up to `limit` instances are all compared. Of more instances, those with the longest prefixes
+        are compared, and a few at random.
         """
         if len(instances) <= limit:
             return {instance.id: instance for instance in instances}
         chosen: dict[int, Instance] = {}
         if overlaps is not None:
             by_id = _by_id(view)
+            # All of `instances` have the same pairing key. Aggregated instances have none.
             key = view.keys.get(instances[0].id)
-            for instance_id in overlaps.deepest(role, _MAX_BY_PREFIX):
+
+            def is_one_of_instances(instance_id: int) -> bool:
                 # `overlaps` has all instances of the model. Some are excluded from the view, or
                 # have another pairing key.
-                has_key = instance_id in by_id and view.keys.get(instance_id) == key
-                # An elastic instance of the view may have no share in this role.
-                if has_key and (not view.shares or by_id[instance_id] in instances):
+                if instance_id not in by_id or view.keys.get(instance_id) != key:
+                    return False
+                # An elastic instance of the view may have no share in this role. Without shares,
+                # this search is not needed.
+                return not view.shares or by_id[instance_id] in instances
+
+            for instance_id in overlaps.deepest(role, _MAX_BY_PREFIX):
+                if is_one_of_instances(instance_id):
                     chosen[instance_id] = by_id[instance_id]
         # An instance may be drawn twice. Then fewer instances are compared.
         for _ in range(limit - len(chosen)):
@@ -330,7 +339,7 @@ def _penalize_slow(candidates: list[Candidate], paces: Sequence[float]) -> list[
     fastest = min(paces, default=0.0)
     if fastest <= 0:
         return candidates
-    limit = _SLOWER * fastest
+    limit = _SLOW_RATIO * fastest
     if max(paces) <= limit:
         return candidates
     penalized: list[Candidate] = []
@@ -373,24 +382,38 @@ def _by_id(view: ModelView) -> Mapping[int, Instance]:
     return by_id
 
 
-def _best_pair(
-    prefills: Sequence[Candidate], decodes: Sequence[Candidate], breakers: PairBreakers
+def _preferred_pair(
+    prefills: Sequence[Candidate],
+    decodes: Sequence[Candidate],
+    breakers: PairBreakers,
+    *,
+    is_drawn: bool,
 ) -> tuple[Candidate, Candidate] | None:
-    """Return the pair of the least cost whose breaker is closed.
+    """Return the preferred pair whose breaker is closed.
 
     None: the breakers of all pairs are open, or one role has no candidate.
+
+    Args:
+        prefills: the prefill candidates, the preferred one first.
+        decodes: the decode candidates, the preferred one first.
+        breakers: the breakers of the pairs.
+        is_drawn: the candidates are in an order that was drawn at random, which counts. Otherwise
+            the sum of the costs counts.
     """
     if not prefills or not decodes:
         return None
     if not breakers.any_open:
         return prefills[0], decodes[0]
-    best: tuple[Candidate, Candidate] | None = None
-    least_cost = math.inf
-    for prefill, decode in itertools.product(prefills, decodes):
-        if breakers.is_open(pair_of(prefill.instance.id, decode.instance.id)):
-            continue
-        cost = prefill.cost + decode.cost
-        if cost < least_cost:
-            least_cost = cost
-            best = prefill, decode
-    return best
+    closed = [
+        (prefill, decode)
+        for prefill, decode in itertools.product(prefills, decodes)
+        if not breakers.is_open(pair_of(prefill.instance.id, decode.instance.id))
+    ]
+    if is_drawn:
+        return closed[0] if closed else None
+    return min(closed, key=_pair_cost, default=None)
+
+
+def _pair_cost(pair: tuple[Candidate, Candidate]) -> int:
+    prefill, decode = pair
+    return prefill.cost + decode.cost

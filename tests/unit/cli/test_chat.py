@@ -295,7 +295,13 @@ def test_only_model_without_a_choice_says_what_to_do(names: list[str], message: 
         only_model(names, "http://x")
 
 
-@each_case("url", ["x", "x:0", "ftp://x", "http://", "http://x:0", "http://x:99999", "http://[x"])
+@each_case(
+    "url",
+    [
+        *("x", "x:0", "ftp://x", "http://", "http://x:0", "http://x:99999", "http://[x"),
+        *("http://x:1/?y=z", "x:1/#y", "http://x?"),
+    ],
+)
 def test_url_that_is_no_server_address_is_rejected(url: str) -> None:
     with pytest.raises(ConfigError, match=r"--url is .* expected an address like"):
         load(ChatConfig, prog="x", argv=["--url", url], environ={})

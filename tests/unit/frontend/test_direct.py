@@ -248,7 +248,7 @@ async def test_direct_stream_of_slow_client_ends_overloaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(output_budget, "MAX_OUTPUT_BYTES", 50 * 64)
-    monkeypatch.setattr(send_answer, "COUNTED_TOKENS", 0)
+    monkeypatch.setattr(send_answer, "MIN_COUNTED_CHANGE", 0)
     served = FakeFrontend(ScriptedRouter([chunk("a") for _ in range(200)]), FrontendConfig())
     wire = Gated(every=0)
     answering = asyncio.create_task(served.app(post("/v1/completions", prompt="hi"), wire))

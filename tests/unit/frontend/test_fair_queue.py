@@ -428,3 +428,13 @@ async def test_late_requests_of_a_client_have_its_turns() -> None:
             queue.add(client, late_at_s=101.0 if client == "a" else math.inf)
     queue.clock.now = 102.0
     assert queue.order(4) in ("abab", "baba")
+
+
+async def test_withdrawn_requests_behind_a_waiting_one_leave_nothing() -> None:
+    queue = Queue()
+    first = queue.add("a")
+    for _ in range(1000):
+        queue.queue.remove(queue.add("b"))
+    (rank,) = queue.queue._ranks.values()
+    assert len(rank._heap) < 100
+    assert queue.queue.first(lambda _: True) is first

@@ -24,7 +24,7 @@ KIB = 1 << 10
 
 @pytest.fixture(autouse=True)
 def count_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(send_answer, "COUNTED_TOKENS", 0)
+    monkeypatch.setattr(send_answer, "MIN_COUNTED_CHANGE", 0)
 
 
 def served(*script: Any) -> FakeFrontend:
@@ -97,6 +97,24 @@ async def test_answer_growing_too_large_is_413(
     assert frontend.router.running == 0
 
 
+async def test_growing_answer_has_the_field_of_its_api_in_the_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(output_budget, "MAX_OUTPUT_BYTES", 4 * KIB)
+    frontend = served(*[chunk("a") for _ in range(40)], asyncio.Event())
+    response = await post(frontend, "/v1/responses", prompt=None, input="hi")
+    assert response.status_code == 413
+    assert "lower n, best_of, max_output_tokens" in response.json()["error"]["message"]
+
+
+async def test_size_in_the_error_is_rounded_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output_budget, "MAX_OUTPUT_BYTES", 18 << 20)
+    fields = {"n": 128, "max_tokens": 60, "logprobs": True, "top_logprobs": 20}  # 18.9 MiB
+    response = await post(served(stop("a")), CHAT, **fields)
+    message = response.json()["error"]["message"]
+    assert "may take 19 MiB of memory; an answer that is not streamed may take 18:" in message
+
+
 async def test_large_answer_is_encoded_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     fields = {"logprobs": True, "top_logprobs": 5}
     inline = await post(served(scored("a", 5), stop("b")), CHAT, **fields)
@@ -117,8 +135,8 @@ def test_exceeded_total_ends_the_largest_answer(monkeypatch: pytest.MonkeyPatch)
 
         return end
 
-    large = budget.open(end_of("large"), is_streamed=False)
-    small = budget.open(end_of("small"), is_streamed=True)
+    large = budget.open(end_of("large"), is_streamed=False, max_tokens_name="max_tokens")
+    small = budget.open(end_of("small"), is_streamed=True, max_tokens_name="max_tokens")
     large.set(80 * KIB)
     small.set(20 * KIB)
     assert ended == []
@@ -129,6 +147,24 @@ def test_exceeded_total_ends_the_largest_answer(monkeypatch: pytest.MonkeyPatch)
     small.close()
     large.close()
     assert (budget.in_use, budget.outputs) == (0, set())
+
+
+def test_ended_answer_learns_that_it_is_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output_budget, "MAX_TOTAL_OUTPUT_BYTES", 100 * KIB)
+    budget = OutputBudget()
+    messages = list[str]()
+    outputs = [
+        budget.open(
+            lambda error, _: messages.append(error.message),
+            is_streamed=True,
+            max_tokens_name="max_tokens",
+        )
+        for _ in range(100)
+    ]
+    for output in outputs:
+        output.set(KIB + 1)
+    assert len(messages) == 1
+    assert "and this request has the most of it" in messages[0]
 
 
 def test_each_alternative_counts_for_the_memory() -> None:

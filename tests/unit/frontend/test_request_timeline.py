@@ -30,7 +30,7 @@ from dynamo_trtllm.frontend.requests.timeline import RequestTimeline, TimelineSu
 from dynamo_trtllm.frontend.requests.token_counters import Client, CountedRequest
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.observability.metrics import FrontendMetrics
-from dynamo_trtllm.protocol.errors import Overloaded
+from dynamo_trtllm.protocol.errors import Cancelled, Overloaded
 from dynamo_trtllm.protocol.messages import ClientShare, PhaseTimings
 from dynamo_trtllm.protocol.phases import Span
 from dynamo_trtllm.protocol.streams import OnEvent, Stream
@@ -247,6 +247,35 @@ async def test_answer_of_ended_choices_is_not_found() -> None:
         assert running.builder(answer.id, "") is answer.builder
         assert running.builder(answer.id, "another") is None
     assert running.builder(answer.id, "") is None
+
+
+@pytest.mark.parametrize("is_shutdown", [False, True])
+async def test_cancelled_answer_leaves_its_task_as_it_was(is_shutdown: bool) -> None:
+    running = RunningAnswers()
+    answer = answer_of_two_choices()
+    tracked = asyncio.Event()
+
+    async def run() -> int:
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            with running.track(answer, ""):
+                tracked.set()
+                await asyncio.Event().wait()
+        except Cancelled:
+            pass
+        return task.cancelling()
+
+    task = asyncio.create_task(run())
+    await tracked.wait()
+    for _ in range(2):
+        running.cancel(answer.id)
+    if is_shutdown:
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    else:
+        assert await task == 0
 
 
 @pytest.mark.parametrize("fails", [True, False])

@@ -100,11 +100,19 @@ def test_file_of_a_killed_launcher_is_ignored_and_removed(folder: Path) -> None:
         assert not path.exists()
 
 
+def test_unfinished_file_of_a_killed_launcher_is_removed(folder: Path) -> None:
+    folder.mkdir(parents=True, mode=0o700)
+    unfinished = folder / "7.new"
+    unfinished.touch()
+    with launched():
+        assert not unfinished.exists()
+
+
 def test_files_of_other_users_are_rejected(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with launched():
         owner = folder.stat().st_uid
         monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
-        with pytest.raises(ConfigError, match=r"belongs to another user; pass --url"):
+        with pytest.raises(ConfigError, match=r"belongs to another user; set XDG_RUNTIME_DIR"):
             running_deployments()
         monkeypatch.undo()
 

@@ -120,6 +120,17 @@ def test_parallelism_of_helix_divides_experts() -> None:
         finding.rule for finding in check_role(facts(D, {**helix, "moe_expert_parallel_size": 2}))
     }
     assert not rules & {"expert-parallel-divides", "experts-with-context-parallel", "moe-split"}
+    sizes = {**helix, "moe_expert_parallel_size": 1, "moe_tensor_parallel_size": 1}
+    (finding,) = [one for one in check_role(facts(D, sizes)) if one.rule == "moe-split"]
+    source = "(--override-engine-args)"
+    ranks = f"tensor_parallel_size 1 {source} times context_parallel_size 2 {source}"
+    assert finding.other.startswith(f"{ranks}, because ")
+    (finding,) = [
+        one
+        for one in check_role(facts(D, {**helix, "moe_expert_parallel_size": 4}))
+        if one.rule == "expert-parallel-divides"
+    ]
+    assert finding.other == ranks
 
 
 @pytest.mark.parametrize(

@@ -294,6 +294,37 @@ def test_select_with_temperature_draws_by_softmax() -> None:
     assert {pair(selected(cold, view))[0] for _ in range(20)} == {1}
 
 
+def test_costs_of_a_drawn_instance_have_the_least_other_cost() -> None:
+    view = view_of(3, 1)
+    placement = Placement("kv", temperature=2.0, seed=1)
+    costs = {1: 1200, 2: 1700, 3: 2200}
+    for id_, cost in costs.items():
+        waiting = cost - costs[1]
+        placement.loads.on_report(report(id_, queued_prefill_tokens=waiting), 0.0)
+    drawn = set[int]()
+    for _ in range(100):
+        found = selected(placement, view)
+        id_, _ = pair(found)
+        drawn.add(id_)
+        least_other = min(cost for other, cost in costs.items() if other != id_)
+        assert found.prefill_costs == Costs(costs[id_], least_other)
+    assert drawn == {1, 2, 3}
+
+
+def test_select_with_temperature_draws_while_a_breaker_is_open() -> None:
+    view = view_of(2, 2)
+    placement = Placement("kv", temperature=10.0, seed=1)
+    placement.loads.on_report(report(2, queued_prefill_tokens=500), 0.0)
+    breakers = PairBreakers(BreakerLimits(failures=1))
+    breakers.record_failure((1, 1001), "broken", 0.0)
+    drawn = set[tuple[int, int]]()
+    for _ in range(100):
+        found = placement.select(view, PromptHashes(request()), breakers, 0.0)
+        assert found is not None
+        drawn.add(pair(found))
+    assert drawn == {(1, 1002), (2, 1001), (2, 1002)}
+
+
 def test_select_limits_the_wait_for_a_long_cached_prefix() -> None:
     view = view_of(2, 1)
     placement = Placement("kv", caching(view, {1: 32_000}))

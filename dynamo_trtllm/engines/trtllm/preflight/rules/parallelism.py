@@ -10,50 +10,68 @@ from dynamo_trtllm.protocol.messages import Role
 
 SECTION: RuleSection[RoleFacts] = RuleSection("Parallelism")
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
-_EXPERTS = ("moe_tensor_parallel_size", "moe_expert_parallel_size", "moe_cluster_parallel_size")
+_MOE_TENSOR = "moe_tensor_parallel_size"
+_MOE_EXPERT = "moe_expert_parallel_size"
+_MOE_CLUSTER = "moe_cluster_parallel_size"
 _BALANCE = "attention_dp_config.enable_balance"
 
 
 @SECTION.rule(
     "error",
     "expert-parallel-divides",
-    field="moe_expert_parallel_size",
+    field=_MOE_EXPERT,
     why=(
         "experts are sharded over the tensor-parallel ranks: TensorRT-LLM rejects a size that does"
-        " not divide them"
+        " not divide the number of these ranks"
     ),
-    fix="choose a divisor of tensor_parallel_size",
+    fix="choose a divisor of tensor_parallel_size, with Helix times context_parallel_size",
 )
 def expert_parallel_divides(facts: RoleFacts) -> Violation | None:
-    """Find experts that can't be spread evenly over the ranks."""
-    if facts.expert_ranks % facts.size("moe_expert_parallel_size") == 0:
+    """Find an expert-parallel size that does not divide the number of ranks.
+
+    With Helix, the ranks of context parallelism count, too, see `_expert_ranks`.
+    """
+    if facts.expert_ranks % facts.size(_MOE_EXPERT) == 0:
         return None
-    return Violation(
-        other=f"tensor_parallel_size {facts.value_with_source('tensor_parallel_size')}"
-    )
+    return Violation(other=_expert_ranks(facts))
 
 
 @SECTION.rule(
     "error",
     "moe-split",
-    field="moe_tensor_parallel_size",
-    why="the product of the MoE sizes must be tensor_parallel_size",
+    field=_MOE_TENSOR,
+    why=(
+        "the product of the MoE sizes must be tensor_parallel_size, with Helix times"
+        " context_parallel_size"
+    ),
     fix="set only moe_expert_parallel_size; the other is derived",
 )
 def moe_split(facts: RoleFacts) -> Violation | None:
-    """Find MoE sizes that contradict each other. TensorRT-LLM derives a size that is not set."""
-    if any((facts.number(key) or 0) < 1 for key in _EXPERTS[:2]):
+    """Find MoE sizes that contradict each other.
+
+    TensorRT-LLM derives a size that is unset or less than 1.
+    """
+    given = [facts.number(key) for key in (_MOE_TENSOR, _MOE_EXPERT)]
+    if any(size is None or size < 1 for size in given):
         return None
-    product = math.prod(facts.size(key) for key in _EXPERTS)
+    product = math.prod(facts.size(key) for key in (_MOE_TENSOR, _MOE_EXPERT, _MOE_CLUSTER))
     if product == facts.expert_ranks:
         return None
     return Violation(
         other=(
-            f"times moe_expert_parallel_size {facts.size('moe_expert_parallel_size')} and "
-            f"clusters {facts.size('moe_cluster_parallel_size')} is {product}, not "
-            f"tensor_parallel_size {facts.tensor_parallel}"
+            f"{_expert_ranks(facts)}, because {_MOE_TENSOR}"
+            f" {facts.size(_MOE_TENSOR)} times {_MOE_EXPERT} {facts.size(_MOE_EXPERT)} times"
+            f" {_MOE_CLUSTER} {facts.size(_MOE_CLUSTER)} is {product}"
         )
     )
+
+
+def _expert_ranks(facts: RoleFacts) -> str:
+    """Return the sizes whose product is `facts.expert_ranks`, as text."""
+    keys = ["tensor_parallel_size"]
+    if facts.has_helix:
+        keys.append("context_parallel_size")
+    return " times ".join(f"{key} {facts.value_with_source(key)}" for key in keys)
 
 
 @SECTION.rule(
@@ -110,17 +128,13 @@ def gpt_oss_pipeline(facts: RoleFacts) -> Violation | None:
 @SECTION.rule(
     "error",
     "experts-with-context-parallel",
-    field="moe_expert_parallel_size",
+    field=_MOE_EXPERT,
     why="TensorRT-LLM does not implement expert and context parallelism together",
     fix="remove one of the two",
 )
 def experts_with_context_parallel(facts: RoleFacts) -> Violation | None:
     """Find expert and context parallelism together, other than with Helix."""
-    if (
-        facts.has_helix
-        or facts.size("moe_expert_parallel_size") == 1
-        or facts.size("context_parallel_size") == 1
-    ):
+    if facts.has_helix or facts.size(_MOE_EXPERT) == 1 or facts.size("context_parallel_size") == 1:
         return None
     return Violation(
         other=f"context_parallel_size {facts.value_with_source('context_parallel_size')}"
@@ -168,7 +182,7 @@ def attention_dp_unused(facts: RoleFacts) -> Violation | None:
     fix="remove it",
 )
 def attention_dp_balance_prefill(facts: RoleFacts) -> Violation | None:
-    """Find a balance with decode steps on a worker without decode steps."""
+    """Find attention-DP balance on a prefill worker."""
     if not facts.is_enabled(_BALANCE) or not facts.is_enabled("enable_attention_dp"):
         return None
     return Violation(other="a prefill worker")
