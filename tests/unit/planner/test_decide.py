@@ -340,6 +340,14 @@ def test_streams_that_are_absent_at_a_moment_count() -> None:
     assert "decode is short" in decision.reason
 
 
+@pytest.mark.parametrize(("itl_s", "gap_s"), [(0.05, 0.045), (0.5, 0.3)])
+def test_steps_beside_streams_follow_the_limit(itl_s: float, gap_s: float) -> None:
+    observation = observed([worker(number, ALL_WORK, 5) for number in range(2)], prompts_per_s=0.1)
+    before = settled(observation, TimeLimits(ttft_s=60.0, itl_s=itl_s)).before
+    assert before is not None
+    assert before.gap_s == pytest.approx(gap_s, rel=0.01)
+
+
 def test_small_prompts_do_not_wait_for_full_steps() -> None:
     """A step takes 25 ms with a prompt of 400 tokens, and 405 ms if it is full."""
     workers = split(1, 1, 2, 0)

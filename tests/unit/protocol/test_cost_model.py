@@ -21,6 +21,7 @@ from dynamo_trtllm.protocol.cost_model import (
     prefill_step_s,
     prior_fit,
 )
+from dynamo_trtllm.protocol.messages import LoadReport, RequestSlo, Role
 
 DECODE = prior_fit([0.1 * (index + 1) for index in range(len(DECODE_TERMS))])
 PREFILL = prior_fit([0.1 * (index + 1) for index in range(len(PREFILL_TERMS))])
@@ -59,6 +60,14 @@ def test_longest_step_adds_decode_steps_that_were_never_mixed() -> None:
 )
 def test_target_of_steps_is_a_part_of_the_limit(itl_s: float | None, step_s: float) -> None:
     assert mixed_step_s(itl_s) == pytest.approx(step_s)
+
+
+def test_target_of_a_reported_engine_is_that_of_the_new_request() -> None:
+    report = LoadReport(1, 1, 0, 0, 0, 0, 1000, 0)
+    slos = (None, RequestSlo(ttft_s=1.0), RequestSlo(itl_s=0.1))
+    targets = [report.work(Role.ELASTIC, slo=slo).mixed_step_s for slo in slos]
+    assert targets == pytest.approx([0.045, 0.045, 0.06])
+    assert report.work(Role.AGGREGATED, slo=slos[-1]).mixed_step_s == 0.0
 
 
 @pytest.mark.parametrize("step_s", [MIXED_STEP_S, 0.1])

@@ -261,6 +261,15 @@ def test_elastic_workers_with_fixed_shares_are_like_a_pair() -> None:
     )
 
 
+@pytest.mark.parametrize(("itl_ms", "step_s"), [(10, 0.045), (100, 0.06), (300, 0.11)])
+def test_steps_of_elastic_workers_follow_the_limit(itl_ms: float, step_s: float) -> None:
+    """Frontends send it with each call. A full step takes 110 ms."""
+    arrivals = [*arrivals_at(Shape(100, 300), [0.0]), *arrivals_at(Shape(20_000, 2), [1.0, 2.0])]
+    limits = {"router_mode": "slo", "slo_ttft_ms": 60_000, "slo_itl_ms": itl_ms}
+    stream = simulate(deployment(worker(Role.ELASTIC), **limits), arrivals).requests[0]
+    assert 0.9 * step_s < stream.worst_gap_s < 1.1 * step_s
+
+
 def test_elastic_workers_with_even_shares_complete_all_requests() -> None:
     elastic = [worker(Role.ELASTIC, kv_block_size=100) for _ in range(3)]
     for mode in ("round-robin", "kv", "slo"):

@@ -9,8 +9,9 @@ import pytest
 
 pytest.importorskip("torch")
 
+from dynamo_trtllm.engines.chunk_size import ChunkSize
 from dynamo_trtllm.engines.torch.scheduler import Scheduler
-from dynamo_trtllm.protocol.messages import ClientShare
+from dynamo_trtllm.protocol.messages import ClientShare, RequestSlo
 from tests.kit.request_planes import make_request
 
 STEP_TOKENS = 8192
@@ -35,3 +36,22 @@ def test_plan_never_scores_more_tokens_than_the_limit() -> None:
     scheduler = SimpleNamespace(is_elastic=False, _decoding=[], _prefilling=prompts, args=args)
     chunks = Scheduler._plan_chunks(scheduler, STEP_TOKENS)
     assert [chunk.num_tokens for chunk in chunks] == [5000, SCORED_TOKENS]
+
+
+@pytest.mark.parametrize(("itl_s", "tokens"), [(None, 512), (0.01, 512), (0.15, 1024)])
+def test_plan_of_elastic_engine_follows_the_limit_of_streams(
+    itl_s: float | None, tokens: int
+) -> None:
+    """The first steps have a sixteenth of a full one, for a target of 45 ms."""
+    args = SimpleNamespace(max_step_tokens=STEP_TOKENS, prefill_chunk_tokens=STEP_TOKENS)
+    slo = None if itl_s is None else RequestSlo(itl_s=itl_s)
+    stream = SimpleNamespace(request=msgspec.structs.replace(make_request(), slo=slo))
+    scheduler = SimpleNamespace(
+        is_elastic=True,
+        _decoding=[stream],
+        _prefilling=[prompt(5000, ClientShare.EVEN, is_scored=False)],
+        _chunk_size=ChunkSize(STEP_TOKENS),
+        args=args,
+    )
+    (chunk,) = Scheduler._plan_chunks(scheduler, STEP_TOKENS)
+    assert chunk.num_tokens == tokens
