@@ -19,7 +19,11 @@ async def test_tokens_and_shares_reach_other_frontends(bench: PlanePair) -> None
     unreadable: list[None] = []
     frontends = [AdmissionLimits(FrontendConfig(max_inflight=1), ClusterView()) for _ in range(2)]
     running = [
-        asyncio.create_task(UsageReports(limits).run(plane, "ns", lambda: unreadable.append(None)))
+        asyncio.create_task(
+            UsageReports(limits, lambda model: False).run(
+                plane, "ns", lambda: unreadable.append(None)
+            )
+        )
         for limits, plane in zip(frontends, (bench.caller, bench.worker), strict=True)
     ]
     here, there = frontends

@@ -177,7 +177,7 @@ def _background_work(
             timeout_s=config.probe_timeout_s,
         )
         work["pair-probes"] = probes.run()
-    usage_reports = UsageReports(app.limits, app.access.usage, router.health.lacks_pairs)
+    usage_reports = UsageReports(app.limits, router.health.lacks_pairs, app.access.usage)
     work["frontend-usage"] = usage_reports.run(
         router.plane, config.namespace, metrics.message_unreadable
     )

@@ -58,16 +58,16 @@ class UsageReports:
     Args:
         limits: the limits of this process. What clients take here is read from them. Reports of
             other processes set which share of the workers this process may take.
-        keys: usage of the API keys; None: no key has limits.
         lacks_pairs: see `FleetHealth.lacks_pairs`.
+        keys: usage of the API keys; None: no key has limits.
         clock: returns seconds of a monotonic clock.
     """
 
     def __init__(
         self,
         limits: AdmissionLimits,
+        lacks_pairs: Callable[[str], bool],
         keys: UsageTable | None = None,
-        lacks_pairs: Callable[[str], bool] = lambda model: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._limits = limits

@@ -30,7 +30,7 @@ class Process:
 
     def __init__(self, clock: Clock, keys: UsageTable | None = None) -> None:
         self.limits = AdmissionLimits(FrontendConfig(max_inflight=1), ClusterView())
-        self.usage_reports = UsageReports(self.limits, keys, clock=clock)
+        self.usage_reports = UsageReports(self.limits, lambda model: False, keys, clock)
         self.window = self.limits.start_windows.window(MODEL)
         self.tasks: list[asyncio.Task[None]] = []
 
@@ -263,7 +263,7 @@ async def test_report_says_for_which_models_all_pairs_are_quarantined() -> None:
     for client in "ab":
         await process.send(client)
     reports = [
-        UsageReports(process.limits, lacks_pairs=lacks_pairs).report()
+        UsageReports(process.limits, lacks_pairs).report()
         for lacks_pairs in (lambda model: model == MODEL, lambda model: False)
     ]
     assert [report.models[MODEL].lacks_pairs for report in reports] == [True, False]
