@@ -57,7 +57,8 @@ from dynamo_trtllm.protocol.messages import (
 from dynamo_trtllm.protocol.streams import StreamEvent
 from dynamo_trtllm.simulate.memory_transfers import MemoryBackend
 from dynamo_trtllm.simulate.virtual_time import run_virtual, virtual_clocks
-from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
+from dynamo_trtllm.worker.service import WorkerService
+from dynamo_trtllm.worker.worker_admission import WorkerAdmission
 
 from .gpu.model import FULL_LAYERS, write_model
 from .gpu.plan import ENVIRONMENT

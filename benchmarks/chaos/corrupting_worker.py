@@ -37,8 +37,9 @@ from dynamo_trtllm.protocol.messages import (
     Role,
 )
 from dynamo_trtllm.protocol.streams import OnEvent, Stream, StreamEvent, StreamHandle
-from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
+from dynamo_trtllm.worker.service import WorkerService
 from dynamo_trtllm.worker.startup import live_peers
+from dynamo_trtllm.worker.worker_admission import WorkerAdmission
 
 from .deployment import ENGINE_ARGS, Deployment, NotReady
 from .relay import ChangingRelay

@@ -21,8 +21,8 @@ from dynamo_trtllm.protocol.messages import (
 )
 from dynamo_trtllm.protocol.shares import Shares
 from dynamo_trtllm.worker import startup
-from dynamo_trtllm.worker.service import WorkerAdmission
 from dynamo_trtllm.worker.timing import WorkerTiming
+from dynamo_trtllm.worker.worker_admission import WorkerAdmission
 
 # The share of the KV blocks that may await transfer, see `WorkerAdmission`.
 _MAX_PENDING_TRANSFER_FRACTION = 0.5

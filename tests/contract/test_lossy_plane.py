@@ -43,7 +43,8 @@ from dynamo_trtllm.protocol.messages import (
     encode,
     token_ids,
 )
-from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
+from dynamo_trtllm.worker.service import WorkerService
+from dynamo_trtllm.worker.worker_admission import WorkerAdmission
 from tests.kit.generator_streams import routed_stream
 from tests.kit.instances import CARD, make_instance
 from tests.kit.loopback_backend import LoopbackBackend

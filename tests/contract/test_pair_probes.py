@@ -28,7 +28,8 @@ from dynamo_trtllm.kv_transfer.transfer_backend import Destination, TransferBack
 from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.protocol.messages import GenerateRequest, ModelDeploymentCard, Role, token_ids
 from dynamo_trtllm.testing.engine_requests import ask
-from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
+from dynamo_trtllm.worker.service import WorkerService
+from dynamo_trtllm.worker.worker_admission import WorkerAdmission
 from tests.kit.engines import make
 from tests.kit.fake_packages import fake_tensorrt_llm, fake_vllm, shorten_waits
 from tests.kit.generator_streams import routed_stream

@@ -30,8 +30,8 @@ from dynamo_trtllm.protocol.messages import (
     Role,
 )
 from dynamo_trtllm.testing.engine_requests import tokens
-from dynamo_trtllm.worker.service import WorkerAdmission
 from dynamo_trtllm.worker.timing import TIMING, WorkerTiming
+from dynamo_trtllm.worker.worker_admission import WorkerAdmission
 from tests.kit.generator_streams import call_stream, routed_stream
 from tests.kit.waiting import SOON_S
 from tests.kit.workers import (

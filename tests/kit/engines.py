@@ -19,7 +19,8 @@ from dynamo_trtllm.protocol.errors import DynamoError
 from dynamo_trtllm.protocol.messages import Chunk, GenerateRequest, KvTransferParams, Role
 from dynamo_trtllm.protocol.streams import as_stream
 from dynamo_trtllm.testing.engine_requests import ask, collect, prefill, run_both, tokens
-from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
+from dynamo_trtllm.worker.service import WorkerService
+from dynamo_trtllm.worker.worker_admission import WorkerAdmission
 from tests.kit.instances import make_instance
 from tests.kit.loopback_backend import named_backend
 

@@ -26,7 +26,8 @@ from dynamo_trtllm.protocol.kv_events import (
     kv_events_subject,
 )
 from dynamo_trtllm.protocol.messages import GenerateRequest, Sampling, decode, token_ids
-from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
+from dynamo_trtllm.worker.service import WorkerService
+from dynamo_trtllm.worker.worker_admission import WorkerAdmission
 from tests.kit.instances import make_instance
 from tests.kit.model_registry import NoEngine, until
 

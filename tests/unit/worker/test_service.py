@@ -49,9 +49,10 @@ from dynamo_trtllm.protocol.messages import (
     token_ids,
 )
 from dynamo_trtllm.protocol.streams import as_stream
-from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
+from dynamo_trtllm.worker.service import WorkerService
 from dynamo_trtllm.worker.startup import FILE_CHUNK_BYTES, digest
 from dynamo_trtllm.worker.timing import TIMING, WorkerTiming
+from dynamo_trtllm.worker.worker_admission import WorkerAdmission
 from tests.kit.cases import each_case
 from tests.kit.generator_streams import ChunkEngine
 from tests.kit.instances import make_instance, make_transfer_params

@@ -21,7 +21,8 @@ from dynamo_trtllm.protocol.messages import (
     token_ids,
 )
 from dynamo_trtllm.protocol.streams import OnEvent, Stream, StreamEvent
-from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
+from dynamo_trtllm.worker.service import WorkerService
+from dynamo_trtllm.worker.worker_admission import WorkerAdmission
 from tests.kit.generator_streams import ChunkEngine
 from tests.kit.instances import make_instance
 

@@ -34,7 +34,8 @@ from dynamo_trtllm.protocol.messages import (
     token_ids,
 )
 from dynamo_trtllm.protocol.streams import as_stream
-from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
+from dynamo_trtllm.worker.service import WorkerService
+from dynamo_trtllm.worker.worker_admission import WorkerAdmission
 from tests.kit.instances import make_instance, make_transfer_params
 from tests.kit.transfer_keys import FIRST_KEY, write_keys
 from tests.unit.worker.test_service import ANSWER, TransferringEngine

@@ -27,9 +27,10 @@ from dynamo_trtllm.protocol.messages import (
 )
 from dynamo_trtllm.support.background import BackgroundTasks
 from dynamo_trtllm.worker.health import Health, health_app
-from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
+from dynamo_trtllm.worker.service import WorkerService
 from dynamo_trtllm.worker.started_worker import StartedWorker
 from dynamo_trtllm.worker.timing import TIMING, WorkerTiming
+from dynamo_trtllm.worker.worker_admission import WorkerAdmission
 from tests.kit.generator_streams import ChunkEngine, call_stream
 from tests.kit.instances import make_instance
 from tests.kit.memory_http import asgi

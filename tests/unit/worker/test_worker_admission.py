@@ -14,7 +14,7 @@ from dynamo_trtllm.protocol.messages import (
     Sampling,
     token_ids,
 )
-from dynamo_trtllm.worker.service import WorkerAdmission
+from dynamo_trtllm.worker.worker_admission import WorkerAdmission
 
 
 class Clock:
