@@ -96,7 +96,7 @@ _COST = CostModel(
     linear_prefill_fit(0.02, 2e-5, 1e-4, 1e-8),
     first_token=prior_fit((0.0, 0.0, 0.5, 1.0)),
     step_tokens=8192,
-    kv_transfer=prior_fit((0.01, 0.001)),
+    kv_transfer=prior_fit((0.01, 0.001, 0.001)),
 )
 
 

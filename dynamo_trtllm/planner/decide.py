@@ -439,7 +439,12 @@ def _reason(
     if before is None:
         lacking = "decode" if present.num_prefill else "prefill"
         return f"no worker has a share of {lacking} calls; {counts}: {after}"
-    shortage = "prefill is short" if before.ttft_part >= before.decode_part else "decode is short"
+    if before.ttft_part < before.decode_part:
+        shortage = "decode is short"
+    elif before.transfer_s > before.ttft_s / 2:
+        shortage = "KV transfers are slow"
+    else:
+        shortage = "prefill is short"
     return f"{shortage} with {present}: {before}; {counts}: {after}"
 
 

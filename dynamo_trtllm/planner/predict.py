@@ -25,7 +25,8 @@ _IDLE_FACTOR: Final = 2.0
 # The 90th percentile of the time to first token is predicted. Waits in a queue are assumed to have
 # an exponential distribution, so their 90th percentile is this multiple of their mean.
 _P90_OF_MEAN: Final = math.log(10)
-# If prompts need more than this part of a worker's time, its queue is taken to grow.
+# If prompts need more than this part of a worker's time, or their KV more than this part of its
+# network's time, its queue is taken to grow.
 _MAX_BUSY: Final = 0.95
 # The length of a growing queue is predicted for this time from now.
 _GROWS_FOR_S: Final = 10.0
@@ -99,14 +100,15 @@ class Demand(NamedTuple):
 class PredictedTimes(NamedTuple):
     """The times that are predicted for some numbers of workers.
 
-    If a part is 1, a time takes all of its limit, or a batch or a KV cache is full.
+    If a part is 1, a time takes all of its limit, or a batch, a KV cache or a network is full.
     """
 
     ttft_s: float  # 90th percentile of the time to first token
+    transfer_s: float  # how much of it is KV transfer
     gap_s: float  # longest time between two tokens
     ttft_part: float  # which part of its limit `ttft_s` takes
-    # The largest of three parts: of the limit that `gap_s` takes, of a batch and of a KV cache that
-    # streams take.
+    # The largest of four parts: of the limit that `gap_s` takes, of a batch and of a KV cache that
+    # streams take, and of the time of a decode worker's network that KV transfers take.
     decode_part: float
 
     @property
@@ -116,6 +118,13 @@ class PredictedTimes(NamedTuple):
 
     def __str__(self) -> str:
         return f"first tokens after {1000 * self.ttft_s:.0f} ms, gaps of {1000 * self.gap_s:.0f} ms"
+
+
+class TransferForecast(NamedTuple):
+    """The KV transfers to a decode worker."""
+
+    seconds: float = 0.0  # 90th percentile of the time of a transfer, with its wait
+    busy: float = 0.0  # the part of the network's time that the transfers take
 
 
 class PromptSteps(NamedTuple):
@@ -178,12 +187,17 @@ class Predictor:
         # If some workers get both kinds of calls, it is assumed that all prompts are computed
         # beside streams.
         ttft_s = self._ttft_s(counts.num_prefill, streams if counts.both else 0.0)
+        # Workers that get both kinds of calls can run whole requests, without a KV transfer.
+        transfers = TransferForecast() if counts.both else self._transfers(counts.num_decode)
+        ttft_s += transfers.seconds
         gap_s = self._gap_s(counts, streams)
+        gap_part = gap_s / self._limits.itl_s
         return PredictedTimes(
             ttft_s=ttft_s,
+            transfer_s=transfers.seconds,
             gap_s=gap_s,
             ttft_part=ttft_s / self._limits.ttft_s,
-            decode_part=max(gap_s / self._limits.itl_s, self._full_part(streams)),
+            decode_part=max(gap_part, self._full_part(streams), transfers.busy),
         )
 
     def wanted(self) -> RoleCounts:
@@ -192,7 +206,7 @@ class Predictor:
         # Workers of one role do not influence those of the other role. So each number is found
         # alone, and the number of workers in the other role does not matter.
         def ttft_part(count: int) -> float:
-            return self.predict(RoleCounts(prefill=count, decode=_MAX_WANTED)).ttft_part
+            return self._ttft_s(count, streams=0.0) / self._limits.ttft_s
 
         def decode_part(count: int) -> float:
             return self.predict(RoleCounts(prefill=_MAX_WANTED, decode=count)).decode_part
@@ -284,17 +298,22 @@ class Predictor:
         if steps is None:
             # The size of a prompt is not known, but prompts may wait at workers.
             return waiting_s
-        # The part of a worker's time that prompts can take without a growing queue.
-        stable_busy = min(steps.full_busy, _MAX_BUSY)
-        # The mean wait in an M/D/1 queue, whose service times are equal.
-        mean_queue_s = steps.prompt_s * stable_busy / (2 * (1 - stable_busy))
-        queue_s = _P90_OF_MEAN * mean_queue_s
         # A new prompt waits for the end of the running step. `busy` is the chance that one runs.
         step_end_s = steps.busy * steps.step_s
-        # If more work arrives than is done, this much work is left over after _GROWS_FOR_S.
-        growth_s = (steps.full_busy - stable_busy) * _GROWS_FOR_S
         # The three waits are estimates of the same work that is ahead, so only the longest counts.
-        return steps.prompt_s + max(queue_s, step_end_s, waiting_s) + growth_s
+        wait_s = max(_queue_s(steps.prompt_s, steps.full_busy), step_end_s, waiting_s)
+        return steps.prompt_s + wait_s + _growth_s(steps.full_busy)
+
+    def _transfers(self, num_workers: int) -> TransferForecast:
+        """Return the times of KV transfers to this number of decode workers."""
+        cost = self._cost
+        demand = self._demand
+        prompt_tokens = demand.prompt_tokens
+        # While one transfer takes its turn on the network of a worker, the next one waits.
+        turn_s = cost.kv_transfer_s(0, other_tokens=prompt_tokens) - cost.kv_transfer_s(0)
+        busy = turn_s * demand.prompts_per_s / num_workers
+        seconds = cost.kv_transfer_s(prompt_tokens) + _queue_s(turn_s, busy) + _growth_s(busy)
+        return TransferForecast(seconds, busy)
 
     def _gap_s(self, counts: RoleCounts, streams: float) -> float:
         """Return the longest time between two tokens."""
@@ -354,6 +373,26 @@ class Predictor:
         if demand.kv_tokens:
             parts.append(streams * demand.context_of_stream / demand.kv_tokens)
         return max(parts)
+
+
+def _queue_s(service_s: float, busy: float) -> float:
+    """Return the 90th percentile of the wait in an M/D/1 queue, whose service times are equal.
+
+    Args:
+        service_s: the service time.
+        busy: the part of the time in which the server would be busy. Above _MAX_BUSY, the queue
+            grows: see `_growth_s`.
+    """
+    stable_busy = min(busy, _MAX_BUSY)
+    mean_s = service_s * stable_busy / (2 * (1 - stable_busy))
+    return _P90_OF_MEAN * mean_s
+
+
+def _growth_s(busy: float) -> float:
+    """Return the time of the work that is left over after _GROWS_FOR_S, if more arrives than is
+    done.
+    """
+    return (busy - min(busy, _MAX_BUSY)) * _GROWS_FOR_S
 
 
 def _reachable(limit_s: float, idle_s: float) -> float:

@@ -52,7 +52,7 @@ PREFILL_TERMS: Final = (
     "attention_mi",
 )
 FIRST_TOKEN_TERMS: Final = ("call", "prompt_ki", "running_step", "steps")
-KV_TRANSFER_TERMS: Final = ("call", "prompt_ki")
+KV_TRANSFER_TERMS: Final = ("call", "prompt_ki", "others_ki")
 
 
 # However long its steps take while streams run, an elastic engine computes some prompt tokens in
@@ -209,12 +209,17 @@ def first_token_features(new_tokens: float, running_s: float, steps_s: float) ->
     return 1.0, new_tokens * _PER_KI, running_s, steps_s
 
 
-def kv_transfer_features(prompt_tokens: float) -> Features:
+def kv_transfer_features(prompt_tokens: float, other_tokens: float) -> Features:
     """Return the values on which the time to first token of a decode call depends.
 
     The call fetches the KV of its prompt.
+
+    Args:
+        prompt_tokens: the tokens of this prompt.
+        other_tokens: those of the prompts whose KV the worker still fetches when the call arrives.
+            All share the network of the worker.
     """
-    return 1.0, prompt_tokens * _PER_KI
+    return 1.0, prompt_tokens * _PER_KI, other_tokens * _PER_KI
 
 
 # The coefficients of requests that decode in a step with prompt tokens, and of their context.
@@ -526,11 +531,20 @@ class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
         """True if this model lacks nothing that it could take from that of an equal worker."""
         return self.is_complete and self.has_computed_prompts
 
-    def predict_kv_transfer(self, prompt_tokens: int) -> Prediction | None:
-        """Predict the time of a decode call until its first token.
+    def kv_transfer_s(
+        self, prompt_tokens: float, other_tokens: float = 0.0, after_s: float = 0.0
+    ) -> float:
+        """Return the predicted time of a decode call until its first token. 0: not known.
 
-        The call fetches the KV of the prompt.
+        The call fetches the KV of its prompt.
+
+        Args:
+            prompt_tokens: the tokens of the prompt.
+            other_tokens: those of other prompts whose KV the worker fetches before.
+            after_s: the call begins after this time. Meanwhile, KV of the others is fetched.
         """
         if self.kv_transfer is None:
-            return None
-        return Prediction.of(self.kv_transfer, kv_transfer_features(prompt_tokens))
+            return 0.0
+        call_s, prompt_s, others_s = self.kv_transfer.coefficients
+        waiting_s = max(0.0, others_s * other_tokens * _PER_KI - after_s)
+        return call_s + prompt_s * prompt_tokens * _PER_KI + waiting_s

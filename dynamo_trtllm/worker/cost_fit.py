@@ -404,6 +404,8 @@ class CallSample(NamedTuple):
     cached_tokens: int
     work: EngineWork  # what the engine had to do when the call arrived
     fetches_kv: bool = False  # True for a decode call, which fetches the KV of its prompt
+    # Prompt tokens of the other decode calls that had no first token yet when this one arrived.
+    other_tokens: int = 0
 
 
 _LEARN_EVERY_S = 1.0
@@ -537,8 +539,9 @@ class CostFit:
     def _take_call(self, call: CallSample) -> None:
         tokens = call.new_tokens
         if call.fetches_kv:
-            features = kv_transfer_features(tokens)
-            self.kv_transfer.add(features, tokens.bit_length(), call.seconds)
+            features = kv_transfer_features(tokens, call.other_tokens)
+            sizes = tokens.bit_length(), call.other_tokens.bit_length()
+            self.kv_transfer.add(features, sizes, call.seconds)
             return
         predicted = self.model.prefill_steps_s(tokens, call.cached_tokens, call.work)
         if predicted is None:

@@ -58,12 +58,32 @@ log = logging.getLogger(__name__)
 _MAX_LEAKED_KV_FRACTION = 0.5
 
 
+class FetchingCalls:
+    """The decode calls of a worker that have no first token yet."""
+
+    def __init__(self) -> None:
+        self.prompt_tokens = 0  # of all these calls
+        self._calls: set[ServiceStream] = set()
+
+    def add(self, call: ServiceStream) -> None:
+        """Add a call."""
+        self._calls.add(call)
+        self.prompt_tokens += call.num_prompt_tokens
+
+    def discard(self, call: ServiceStream) -> None:
+        """Remove a call, if it is one of these."""
+        if call in self._calls:
+            self._calls.remove(call)
+            self.prompt_tokens -= call.num_prompt_tokens
+
+
 class ServiceStream(Stream):
     """The stream of one call. It passes the engine's events on, and counts tokens and outcomes."""
 
     __slots__ = (
         "_arrived_s",
         "_clock",
+        "_fetching",
         "_generating",
         "_is_stopped",
         "_metrics",
@@ -75,6 +95,7 @@ class ServiceStream(Stream):
         "fetch",
         "num_prompt_tokens",
         "num_tokens",
+        "other_tokens",
         "request_id",
         "source",
         "work",
@@ -87,12 +108,15 @@ class ServiceStream(Stream):
         on_event: OnEvent,
         on_first_token: Callable[[CallSample], None],
         generating: set[ServiceStream],
+        fetching: FetchingCalls,
         signer: TransferSigner,
         clock: Callable[[], float],
     ) -> None:
         super().__init__(on_event)
         # All decode and aggregated calls of the worker that have their first token.
         self._generating = generating
+        # All decode calls of the worker that have no first token yet.
+        self._fetching = fetching
         self._clock = clock
         self._signer = signer
         self._receivers = request.kv_receivers
@@ -103,6 +127,7 @@ class ServiceStream(Stream):
         self._arrived_s = clock()
         self.num_prompt_tokens = len(request.token_ids)
         self.work = EngineWork()  # what the engine had to do when the call arrived
+        self.other_tokens = 0  # prompt tokens of the calls that fetched KV at that time
         self.request_id = request.request_id
         self._phase = request.phase
         self._metrics = metrics
@@ -142,6 +167,7 @@ class ServiceStream(Stream):
             self.fetch.note_arrival()
         if self._phase is not Phase.PREFILL:
             self._generating.add(self)
+        self._fetching.discard(self)
         if self._phase is Phase.DECODE and chunk.stats is not None:
             self._metrics.observe_transfer(chunk.stats)
         prompt_tokens = self.num_prompt_tokens
@@ -154,6 +180,7 @@ class ServiceStream(Stream):
             cached_tokens=cached_tokens,
             work=self.work,
             fetches_kv=self._phase is Phase.DECODE,
+            other_tokens=self.other_tokens,
         )
         self._on_first_token(sample)
 
@@ -185,6 +212,7 @@ class ServiceStream(Stream):
             code = last.code
         RECORDER.unfollow(self)
         self._generating.discard(self)
+        self._fetching.discard(self)
         if self.fetch is not None:
             self.fetch.end()
         reason = code if finish_reason is None else finish_reason
@@ -247,6 +275,7 @@ class WorkerService:
         steps = self.engine.steps if isinstance(self.engine, MeasuresSteps) else deque()
         self._cost = CostFit(self.cost_prior, steps, self.metrics.observe_prediction)
         self._generating: set[ServiceStream] = set()
+        self._fetching = FetchingCalls()
         self._phases = phases_of(self.instance)
         self.metrics.watch(
             active_calls=self.admission.active, reserved=self.admission.reserved_slots
@@ -259,6 +288,7 @@ class WorkerService:
             on_event,
             self._cost.add_call,
             self._generating,
+            self._fetching,
             self._signer,
             self.clocks.monotonic,
         )
@@ -275,7 +305,10 @@ class WorkerService:
             self._check_transfer(request, stream)
             stats = self.engine.stats() if request.phase is Phase.PREFILL else None
             stream.admission.enter_context(self.admission.admit(request, stats))
-            if request.phase is not Phase.DECODE:
+            if request.phase is Phase.DECODE:
+                stream.other_tokens = self._fetching.prompt_tokens
+                self._fetching.add(stream)
+            else:
                 stream.work = self._work(request)
             RECORDER.follow(stream)
             stream.source = context.run(self.engine.generate, request, stream.emit)
@@ -352,6 +385,7 @@ class WorkerService:
             ),
             computed_prompts=self._cost.computed_prompts,
             computed_tokens=self._cost.computed_tokens,
+            fetching_tokens=self._fetching.prompt_tokens,
         )
         self._last_load = load
         self._load_read_at = now

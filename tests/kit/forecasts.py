@@ -24,6 +24,6 @@ def predicted_times(
         forecast.first_token_s(),
         forecast.prompt_gap_s(),
         forecast.decode_gap_s(),
-        forecast.transfer_s(),
+        forecast.transfer_s(0.0),
         float(forecast.has_space()),
     ]

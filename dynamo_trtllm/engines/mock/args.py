@@ -110,7 +110,9 @@ class MockArgs(BaseModel):
         0.0, description="seconds of a KV transfer, besides those of the transfer backend"
     )
     kv_transfer_block_s: NonNegativeFloat = Field(
-        0.0, description="more seconds of a KV transfer per KV block"
+        0.0,
+        description="more seconds of a KV transfer per KV block; transfers to one worker take turns"
+        " with its network",
     )
     kv_post_block_s: NonNegativeFloat = Field(
         0.0,
@@ -149,7 +151,7 @@ class MockArgs(BaseModel):
             decode,
             prefill,
             step_tokens=self.prefill_tokens_per_step,
-            kv_transfer=prior_fit((self.kv_transfer_s, seconds_per_ki)),
+            kv_transfer=prior_fit((self.kv_transfer_s, seconds_per_ki, seconds_per_ki)),
         )
 
     @property
@@ -171,10 +173,6 @@ class MockArgs(BaseModel):
     def kv_post_s(self, num_blocks: int) -> float:
         """Return for how long the steps of a decode worker pause before a KV transfer."""
         return self.kv_post_block_s * num_blocks
-
-    def transfer_s(self, num_blocks: int) -> float:
-        """Return how long a KV transfer takes after the pause of `kv_post_s`, in seconds."""
-        return self.kv_transfer_s + self.kv_transfer_block_s * num_blocks
 
     @property
     def layout(self) -> KvLayout:

@@ -109,6 +109,7 @@ class MockEngine(
             tokens_per_event=tokens_per_event,
         )
         self._tasks: set[asyncio.Task[None]] = set()  # the tasks of streams
+        self._network_free_at = 0.0  # when the simulated KV transfers so far will be finished
 
     async def start(self) -> EngineInfo:
         await self._backend.start(self._transfers.release)
@@ -177,7 +178,7 @@ class MockEngine(
         region = MemoryRegion(address, kv_bytes)
         await self._scheduler.until_posted(self._args.kv_post_s(num_blocks))
         await self._transfers.fetch(stream.request, kv_params.engine_state, Destination([region]))
-        transfer_s = self._args.transfer_s(num_blocks)
+        transfer_s = self._transfer_s(num_blocks)
         if transfer_s:
             await asyncio.sleep(transfer_s)
         stream.seed = _seed_of(kv)
@@ -189,6 +190,13 @@ class MockEngine(
         self._scheduler.store(stream)
         self._scheduler.generate_rest(stream)
         return Chunk(token_ids=kv_params.first_token_ids, stats=stream.phases.timings())
+
+    def _transfer_s(self, num_blocks: int) -> float:
+        """Return how long a KV transfer that begins now takes. It waits for those before it."""
+        now = self._clock()
+        begins_at = max(now, self._network_free_at)
+        self._network_free_at = begins_at + self._args.kv_transfer_block_s * num_blocks
+        return self._args.kv_transfer_s + self._network_free_at - now
 
     async def export_kv(self, stream: MockStream, first: int) -> Chunk:
         """Publish the KV of a prompt, and return the chunk with its KV transfer parameters."""

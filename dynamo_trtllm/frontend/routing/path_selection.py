@@ -245,12 +245,15 @@ def _prompt_part(
 def _decode_part(
     worker: WorkerForecast, limits: SloLimits, random: Callable[[], float]
 ) -> _PathPart:
-    """Return what a decode worker adds: the gaps of all its streams."""
+    """Return what a decode worker adds: the gaps of all its streams, and the KV transfer."""
     gap_s = worker.decode_gap_s()
     num_delayed = worker.num_delayed(gap_s, limits.others_itl_s)
     misses = gap_s > limits.itl_s or not worker.has_space()
-    pressure = gap_s / min(limits.itl_s, limits.others_itl_s)
-    takes_further_streams = worker.has_streams and pressure <= _PACKED
+    gap_part = gap_s / min(limits.itl_s, limits.others_itl_s)
+    takes_further_streams = worker.has_streams and gap_part <= _PACKED
+    # The prefill worker is not chosen yet. With a prefill of no time, no KV is fetched before.
+    ttft_part = worker.transfer_s(0.0) / limits.ttft_s
+    pressure = gap_part if gap_part > ttft_part else ttft_part
     return _PathPart(
         worker,
         num_missed=num_delayed + misses,
@@ -278,7 +281,8 @@ def _worth_trying(decodes: Sequence[_PathPart]) -> list[WorkerForecast]:
 def _pair_path(
     prefill: _PathPart, decode: _PathPart, limits: SloLimits, waited_s: float
 ) -> ChosenPath:
-    ttft_s = waited_s + prefill.first_token_s + decode.worker.transfer_s()
+    transfer_s = decode.worker.transfer_s(prefill.first_token_s)
+    ttft_s = waited_s + prefill.first_token_s + transfer_s
     misses = decode.misses or ttft_s > _TTFT_PART * limits.ttft_s
     return ChosenPath(
         path=Path.PREFILL_DECODE,

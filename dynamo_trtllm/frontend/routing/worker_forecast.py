@@ -170,10 +170,18 @@ class WorkerForecast:
             present_gap_s = max(present_gap_s, self._cost.longest_step_s(0, 0, reported))
         return work.decode_requests if present_gap_s <= limit_s else 0
 
-    def transfer_s(self) -> float:
-        """Return the time until the KV of the prompt is fetched. 0: not known yet."""
-        predicted = self._cost.predict_kv_transfer(self._prompt_tokens)
-        return 0.0 if predicted is None else predicted.seconds
+    def transfer_s(self, prefill_s: float) -> float:
+        """Return the time from the end of the prefill until the KV is fetched. 0: not known yet.
+
+        The KV of prompts that came before is fetched first, some of it during the prefill.
+
+        Args:
+            prefill_s: the time until the prefill worker has computed the prompt.
+        """
+        report = self._load.report
+        assert report is not None
+        other_tokens = report.fetching_tokens + self._load.unseen_fetched_tokens
+        return self._cost.kv_transfer_s(self._prompt_tokens, other_tokens, prefill_s)
 
     def has_space(self) -> bool:
         """Return whether the request can run at once: the batch and the KV cache have space."""

@@ -41,6 +41,7 @@ class PlacedCall:
     load: InstanceLoad
     prefill_tokens: int
     kv_tokens: int
+    fetched_tokens: int  # prompt tokens whose KV the instance fetches
     is_prefill: bool  # the instance only computes the prompt
     sent_at: float = math.inf  # inf: the call was not sent yet
     is_unseen: bool = True  # no report of the worker includes the call
@@ -51,10 +52,12 @@ class PlacedCall:
         self.load.sent[self] = None
 
     def on_prefill_done(self) -> None:
-        """Record that the instance has computed the prompt."""
+        """Record that the instance has computed the prompt, or fetched its KV."""
         if self.is_unseen:
             self.load.unseen_prefill_tokens -= self.prefill_tokens
+            self.load.unseen_fetched_tokens -= self.fetched_tokens
         self.prefill_tokens = 0
+        self.fetched_tokens = 0
 
     def on_reported(self) -> None:
         """Record that a report of the instance includes the call."""
@@ -64,6 +67,7 @@ class PlacedCall:
             if self.is_prefill:
                 self.load.unseen_prefills -= 1
             self.load.unseen_prefill_tokens -= self.prefill_tokens
+            self.load.unseen_fetched_tokens -= self.fetched_tokens
             self.load.unseen_kv_tokens -= self.kv_tokens
         self.load.sent.pop(self, None)
 
@@ -81,6 +85,8 @@ class InstanceLoad:
     unseen_requests: int = 0  # requests that no report includes
     unseen_prefills: int = 0  # those of them of which the instance only computes the prompt
     unseen_prefill_tokens: int = 0  # prompt tokens of these requests that are not computed yet
+    # Prompt tokens of these requests whose KV is fetched here, now or after their prefill.
+    unseen_fetched_tokens: int = 0
     unseen_kv_tokens: int = 0  # tokens of the context of these requests
     # The calls of this frontend that were sent, the oldest first.
     sent: dict[PlacedCall, None] = field(default_factory=dict)
@@ -91,12 +97,20 @@ class InstanceLoad:
     cost_suffices_alone: bool = False
     token_s: float = 0.0  # seconds per token, to compare instances of one role; 0: not known
 
-    def place(self, prefill_tokens: int, kv_tokens: int, *, is_prefill: bool = False) -> PlacedCall:
+    def place(
+        self,
+        prefill_tokens: int,
+        kv_tokens: int,
+        *,
+        fetched_tokens: int = 0,
+        is_prefill: bool = False,
+    ) -> PlacedCall:
         """Count a part of a request, which is going to be sent to the instance.
 
         Args:
             prefill_tokens: prompt tokens that the instance computes.
             kv_tokens: tokens of the context.
+            fetched_tokens: prompt tokens whose KV the instance fetches.
             is_prefill: the instance only computes the prompt.
         """
         self.requests += 1
@@ -104,8 +118,9 @@ class InstanceLoad:
         if is_prefill:
             self.unseen_prefills += 1
         self.unseen_prefill_tokens += prefill_tokens
+        self.unseen_fetched_tokens += fetched_tokens
         self.unseen_kv_tokens += kv_tokens
-        return PlacedCall(self, prefill_tokens, kv_tokens, is_prefill)
+        return PlacedCall(self, prefill_tokens, kv_tokens, fetched_tokens, is_prefill)
 
 
 _UNKNOWN = InstanceLoad()
@@ -244,11 +259,11 @@ class PlacedRequest:
         prefill = selection.prefill
         decode = selection.decode
         self._prefill: PlacedCall | None = None
-        decode_prefill_tokens = new_tokens
-        if prefill is not None:
+        if prefill is None:
+            self._decode = loads.of(decode.id).place(new_tokens, self._tokens)
+        else:
             self._prefill = loads.of(prefill.id).place(new_tokens, self._tokens, is_prefill=True)
-            decode_prefill_tokens = 0
-        self._decode = loads.of(decode.id).place(decode_prefill_tokens, self._tokens)
+            self._decode = self._fetching(decode.id)
         self._decode_id = decode.id
 
     def on_sent(self, instance_id: int, phase: Phase, now: float) -> None:
@@ -267,7 +282,7 @@ class PlacedRequest:
                 prompt.end()
             self._prompts = self._prompts[:1]
             self._decode.end()
-            self._decode = self._loads.of(instance_id).place(0, self._tokens)
+            self._decode = self._fetching(instance_id)
             self._decode_id = instance_id
         self._decode.on_sent(now)
 
@@ -276,6 +291,11 @@ class PlacedRequest:
         self._decode.on_prefill_done()
         if self._prompts:
             self._prompts[-1].is_computed = True
+
+    def _fetching(self, instance_id: int) -> PlacedCall:
+        """Count the decode call at the instance that fetches the KV."""
+        load = self._loads.of(instance_id)
+        return load.place(0, self._tokens, fetched_tokens=self._tokens)
 
     def _end_prefill(self) -> None:
         if self._prefill is not None:

@@ -26,7 +26,12 @@ from dynamo_trtllm.planner.decide import (
 )
 from dynamo_trtllm.planner.frontend_queues import FrontendQueue
 from dynamo_trtllm.planner.predict import RoleCounts, TimeLimits
-from dynamo_trtllm.protocol.cost_model import CostModel, linear_decode_fit, linear_prefill_fit
+from dynamo_trtllm.protocol.cost_model import (
+    CostModel,
+    linear_decode_fit,
+    linear_prefill_fit,
+    prior_fit,
+)
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.shares import ALL_WORK, Shares
 from tests.kit.cases import each_case
@@ -107,6 +112,27 @@ def test_workers_are_not_divided_if_no_pair_can_transfer_kv() -> None:
     assert settled(both).counts == RoleCounts(prefill=2, decode=2)
     stays = settled(both._replace(lacks_pairs=True))
     assert (stays.outcome, stays.changes) == (DecisionOutcome.LACKS_PAIRS, {})
+
+
+def test_workers_are_not_divided_if_kv_transfers_are_slow() -> None:
+    """As on one H200 that two engines shared: the KV of 8,000 tokens took 0.2 s."""
+    slow = msgspec.structs.replace(COST, kv_transfer=prior_fit((0.0, 0.026, 0.026)))
+    prompts_per_s = 4.4
+    one_decodes = split(4, 1, 2, 0)
+    assert settled(observed(one_decodes, prompts_per_s)).outcome is DecisionOutcome.FITS
+    seen = observed(one_decodes, prompts_per_s, cost=slow)
+    # A second decode worker has another network.
+    decision = settled(seen)
+    assert decision.counts == RoleCounts(prefill=3, decode=2)
+    assert "KV transfers are slow" in decision.reason
+    assert decision.wanted == RoleCounts(prefill=3, decode=2)
+    # Gaps may be as long as a step with a prompt: then whole requests need no transfer.
+    slower = msgspec.structs.replace(COST, kv_transfer=prior_fit((0.0, 0.06, 0.06)))
+    pair = observed(split(1, 1, 2, 0), prompts_per_s=1.8, cost=slower)
+    decision = settled(pair, LIMITS._replace(itl_s=0.6))
+    assert decision.counts == RoleCounts(both=2)
+    assert decision.after is not None
+    assert decision.after.transfer_s == 0.0
 
 
 def test_prompts_that_wait_at_frontends_count() -> None:

@@ -73,6 +73,18 @@ def test_pair_takes_prefill_transfer_and_decode(pause_ms: float) -> None:
     assert request.mean_gap_s == pytest.approx(STEP_S + pause_s / 10)
 
 
+def test_kv_transfers_take_turns_with_the_network() -> None:
+    times = {"kv_transfer_s": 0.02, "kv_transfer_block_s": 0.1, "kv_block_size": 100}
+    # One step computes both prompts.
+    found = simulate(
+        deployment(*pair(**times), early_token_pause_ms=0.0),
+        arrivals_at(Shape(400, 11), [1.0, 1.0]),
+    ).requests
+    prefill_s = STEP_S + 800 * 1e-4
+    waits_s = sorted(request.ttft_s - prefill_s for request in found)
+    assert waits_s == pytest.approx([0.02 + 0.4, 0.02 + 0.8])
+
+
 def test_recomputed_token_waits_for_a_step() -> None:
     (request,) = simulate(
         deployment(*pair(recompute_last_token=True)),

@@ -185,13 +185,41 @@ def test_fetching_calls_predict_time_from_the_prompt() -> None:
     for number in range(60):
         tokens = 100 + 50 * number
         fit.take([], [CallSample(0.003 + tokens * 1e-5, tokens, 0, WORK, fetches_kv=True)])
-    predicted = fit.model.predict_kv_transfer(5000)
-    assert predicted is not None
-    assert predicted.seconds == pytest.approx(0.053, rel=0.05)
+    predicted_s = fit.model.kv_transfer_s(5000)
+    assert predicted_s == pytest.approx(0.053, rel=0.05)
     feed(fit, Engine().mixed(40))
     fit.take([], [CallSample(0.02, 168, 0, WORK)])  # an aggregated one, such as a probe
     assert fit.model.first_token is not None
-    assert fit.model.predict_kv_transfer(5000) == predicted
+    assert fit.model.kv_transfer_s(5000) == predicted_s
+
+
+@pytest.mark.parametrize("shares_network", [True, False])
+def test_fits_of_kv_transfers_tell_if_they_wait_for_others(shares_network: bool) -> None:
+    fit = CostFit()
+    draw = random.Random(3)
+    now = 0.0
+    free_at = 0.0  # of the network
+    under_way: list[tuple[float, int]] = []
+    for _ in range(400):
+        now += draw.expovariate(4.0)
+        under_way = [(until, tokens) for until, tokens in under_way if until > now]
+        tokens = draw.choice([1000, 4000, 8000])
+        free_at = (max(now, free_at) if shares_network else now) + tokens * 2.5e-5
+        others = sum(tokens for _, tokens in under_way)
+        fit.take([], [CallSample(0.01 + free_at - now, tokens, 0, WORK, True, others)])
+        under_way.append((free_at, tokens))
+    model = fit.model
+    assert model.kv_transfer_s(8000) == pytest.approx(0.21, rel=0.2)
+    # Some KV of the others was fetched before, and this is not in the sample.
+    waiting_s = model.kv_transfer_s(8000, other_tokens=16_000) - model.kv_transfer_s(8000)
+    if not shares_network:
+        assert waiting_s < 0.02
+        return
+    assert 0.2 < waiting_s <= 0.4
+    # What is fetched in the meantime needs not be waited for.
+    later_s = model.kv_transfer_s(8000, other_tokens=16_000, after_s=0.1)
+    assert later_s == pytest.approx(model.kv_transfer_s(8000) + waiting_s - 0.1)
+    assert model.kv_transfer_s(8000, 16_000, after_s=9.0) == model.kv_transfer_s(8000)
 
 
 def test_calls_in_a_full_batch_recover_predictions() -> None:
@@ -205,9 +233,7 @@ def test_calls_in_a_full_batch_recover_predictions() -> None:
                 [],
                 [CallSample((call_s + tokens * 1e-5) * rnd.gauss(1, 0.05), tokens, 0, WORK, True)],
             )
-        predicted = fit.model.predict_kv_transfer(2000)
-        assert predicted is not None
-        return predicted.seconds
+        return fit.model.kv_transfer_s(2000)
 
     assert call(400, 0.02) == pytest.approx(0.04, rel=0.1)
     call(20, 5.0)

@@ -49,6 +49,7 @@ from dynamo_trtllm.protocol.messages import (
     token_ids,
 )
 from dynamo_trtllm.protocol.streams import as_stream
+from dynamo_trtllm.worker.cost_fit import CallSample
 from dynamo_trtllm.worker.service import WorkerService
 from dynamo_trtllm.worker.startup import FILE_CHUNK_BYTES, digest
 from dynamo_trtllm.worker.timing import TIMING, WorkerTiming
@@ -56,6 +57,7 @@ from dynamo_trtllm.worker.worker_admission import WorkerAdmission
 from tests.kit.cases import each_case
 from tests.kit.generator_streams import ChunkEngine
 from tests.kit.instances import make_instance, make_transfer_params
+from tests.kit.request_planes import until
 
 ANSWER = (
     Chunk(token_ids=token_ids([1, 2])),
@@ -489,6 +491,45 @@ async def test_prefill_worker_reports_aggregated_streams(
         gate.set()
         await anext(chunks)
         assert reported() == (0, 0)
+
+
+async def test_load_report_counts_prompts_whose_kv_is_fetched() -> None:
+    gate = asyncio.Event()
+    timing = WorkerTiming(load_age_s=0.0)
+    bench = MeteredService(PlainEngine((gate, *ANSWER)), Role.ELASTIC, timing=timing)
+    samples: list[CallSample] = []
+    bench.service._cost.add_call = samples.append  # type: ignore[method-assign]
+
+    def decode_call() -> AsyncGenerator[Chunk, None]:
+        return as_stream(bench.service, request(phase=Phase.DECODE, kv_params=TRANSFER_PARAMS))
+
+    def fetching() -> int:
+        return bench.service.load_report().fetching_tokens
+
+    async with aclosing(decode_call()) as first, aclosing(decode_call()) as second:
+        assert fetching() == 0
+        begun = [asyncio.create_task(anext(stream)) for stream in (first, second)]
+        await until(lambda: fetching() == 4)
+        async with aclosing(as_stream(bench.service, request(phase=Phase.PREFILL))) as prompt:
+            prefill = asyncio.create_task(anext(prompt))
+            await asyncio.sleep(0)
+            assert fetching() == 4  # a prefill call fetches none
+            gate.set()
+            await asyncio.gather(*begun, prefill)
+        assert fetching() == 0
+    fetched = [sample.other_tokens for sample in samples if sample.fetches_kv]
+    assert fetched == [0, 2]
+
+
+async def test_decode_call_that_ends_early_fetches_no_more() -> None:
+    timing = WorkerTiming(load_age_s=0.0)
+    bench = MeteredService(PlainEngine((asyncio.Event(), *ANSWER)), Role.DECODE, timing=timing)
+    stream = bench.service.generate(
+        request(phase=Phase.DECODE, kv_params=TRANSFER_PARAMS), lambda _: None
+    )
+    assert bench.service.load_report().fetching_tokens == 2
+    stream.cancel()
+    await until(lambda: bench.service.load_report().fetching_tokens == 0)
 
 
 async def test_load_report_counts_the_prompts_that_were_computed() -> None:

@@ -48,7 +48,7 @@ COST = CostModel(
     decode=linear_decode_fit(0.01, 0.001),
     prefill=linear_prefill_fit(0.01, 1e-4, 0.001),
     step_tokens=STEP_TOKENS,
-    kv_transfer=prior_fit((0.005, 0.0)),
+    kv_transfer=prior_fit((0.005, 0.0, 0.1)),
 )
 
 
@@ -197,6 +197,56 @@ def test_streams_that_are_late_anyway_do_not_count() -> None:
     assert found.prefill is not None
     assert found.prefill.id == PREFILL
     assert found.num_missed == 0
+
+
+# 1,024 tokens whose KV is fetched before delay a transfer by 0.1 s.
+SLOW_NETWORKS = {id_: {"fetching_tokens": 10_240} for id_ in (DECODE, OTHER_DECODE)}
+
+
+def test_request_runs_whole_while_networks_are_full() -> None:
+    assert chosen(decoding(20)).path is Path.PREFILL_DECODE
+    found = chosen({id_: SLOW_NETWORKS[id_] | {"running": 20} for id_ in SLOW_NETWORKS})
+    assert found.path is Path.ON_DECODE
+    assert found.meets_slo
+    late = chosen(SLOW_NETWORKS, PAIRS_ONLY)
+    assert late.ttft_s == pytest.approx(0.06 + 0.005 + 1.0 - 0.06)
+    assert not late.meets_slo
+
+
+def test_kv_that_is_fetched_during_the_prefill_delays_nothing() -> None:
+    found = chosen({id_: {"fetching_tokens": 600} for id_ in (DECODE, OTHER_DECODE)}, PAIRS_ONLY)
+    assert found.ttft_s == pytest.approx(0.06 + 0.005)
+
+
+def test_decode_worker_with_a_free_network_is_chosen() -> None:
+    found = chosen({DECODE: SLOW_NETWORKS[DECODE]}, PAIRS_ONLY)
+    assert found.decode.id == OTHER_DECODE
+    assert found.meets_slo
+
+
+def test_own_prompts_whose_kv_will_be_fetched_count() -> None:
+    placement = placement_of()
+    pairs = model_view(
+        prefill=[instance(PREFILL, Role.PREFILL)],
+        decode=[instance(DECODE, Role.DECODE, can_aggregate=False)],
+    )
+    placed = []
+    for _ in range(8):
+        selection = select(placement, pairs, request(900))
+        assert selection is not None
+        placed.append(placement.start(selection, request(900), 0.0))
+    waiting = placement.loads.get(DECODE)
+    assert waiting.unseen_fetched_tokens == 7200
+    placed[0].on_sent(DECODE, Phase.DECODE, 0.0)
+    placed[0].on_prefill_done()  # its first token came
+    assert waiting.unseen_fetched_tokens == 6300
+    placed[1].on_sent(OTHER_DECODE, Phase.DECODE, 0.0)  # another worker fetches this KV
+    assert waiting.unseen_fetched_tokens == 5400
+    assert placement.loads.get(OTHER_DECODE).unseen_fetched_tokens == 900
+    for one in placed:
+        one.end()
+    assert waiting.unseen_fetched_tokens == 0
+    assert placement.loads.get(OTHER_DECODE).unseen_fetched_tokens == 0
 
 
 def test_prompt_counted_twice_does_not_make_streams_late() -> None:
