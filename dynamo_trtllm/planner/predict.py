@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final, NamedTuple
 
 from dynamo_trtllm.protocol.cost_model import (
@@ -36,6 +37,8 @@ _MAX_ROUNDS: Final = 30
 # At most this multiple of the present streams is predicted.
 _MAX_GROWTH: Final = 8.0
 _MAX_WANTED: Final = 1024  # most workers of a role
+# So many more decode workers than gaps need are tried, because they shorten KV transfers.
+_MORE_DECODE: Final = 16
 # The shortest time of a step. The cost model of a mock engine may have steps that take no time.
 _SHORTEST_STEP_S: Final = 1e-6
 
@@ -201,17 +204,24 @@ class Predictor:
         )
 
     def wanted(self) -> RoleCounts:
-        """Return how many workers of fixed roles this work needs to keep the limits."""
+        """Return how many workers of fixed roles this work needs to keep the limits.
 
-        # Workers of one role do not influence those of the other role. So each number is found
-        # alone, and the number of workers in the other role does not matter.
-        def ttft_part(count: int) -> float:
-            return self._ttft_s(count, streams=0.0) / self._limits.ttft_s
+        More decode workers have shorter KV transfers, which leave more time for prefill. So of some
+        numbers of decode workers, the one with the fewest workers of both roles is taken.
+        """
 
         def decode_part(count: int) -> float:
             return self.predict(RoleCounts(prefill=_MAX_WANTED, decode=count)).decode_part
 
-        return RoleCounts(prefill=_fewest(ttft_part), decode=_fewest(decode_part))
+        def ttft_part(decode: int, prefill: int) -> float:
+            return self.predict(RoleCounts(prefill=prefill, decode=decode)).ttft_part
+
+        fewest = _fewest(decode_part)
+        found = []
+        for decode in range(fewest, min(fewest + _MORE_DECODE, _MAX_WANTED) + 1):
+            prefill = _fewest(partial(ttft_part, decode))
+            found.append(RoleCounts(prefill=prefill, decode=decode))
+        return min(found, key=lambda counts: (counts.prefill + counts.decode, counts.decode))
 
     def _planned_tokens_per_s(self, groups: Sequence[StreamGroup]) -> float:
         """Return the tokens per second of the planned streams at the speed of present streams."""
@@ -309,7 +319,8 @@ class Predictor:
         cost = self._cost
         demand = self._demand
         prompt_tokens = demand.prompt_tokens
-        # While one transfer takes its turn on the network of a worker, the next one waits.
+        # While one transfer takes its turn on the network of a worker, the next one waits. KV of
+        # cached tokens is fetched, too, but how many these are is not reported.
         turn_s = cost.kv_transfer_s(0, other_tokens=prompt_tokens) - cost.kv_transfer_s(0)
         busy = turn_s * demand.prompts_per_s / num_workers
         seconds = cost.kv_transfer_s(prompt_tokens) + _queue_s(turn_s, busy) + _growth_s(busy)

@@ -320,10 +320,22 @@ class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
     step_tokens: Count = 0  # most prompt tokens of one step
     kv_transfer: Fit | None = None  # fit of decode calls until their first token
 
-    @property
-    def is_valid(self) -> bool:
-        """True if this release can read the coefficients, which may come from another release."""
-        return all(fit is None or fit.is_valid(len(terms)) for terms, fit in self.fits().values())
+    def readable(self) -> CostModel:
+        """Return the model without fits that are damaged, or have other terms than in this release.
+
+        Workers of another release may report such fits.
+        """
+
+        def checked(fit: Fit | None, terms: Sequence[str]) -> Fit | None:
+            return fit if fit is not None and fit.is_valid(len(terms)) else None
+
+        return CostModel(
+            decode=checked(self.decode, DECODE_TERMS),
+            prefill=checked(self.prefill, PREFILL_TERMS),
+            first_token=checked(self.first_token, FIRST_TOKEN_TERMS),
+            step_tokens=self.step_tokens,
+            kv_transfer=checked(self.kv_transfer, KV_TRANSFER_TERMS),
+        )
 
     @property
     def token_s(self) -> float:
@@ -529,7 +541,7 @@ class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
     @property
     def suffices_alone(self) -> bool:
         """True if this model lacks nothing that it could take from that of an equal worker."""
-        return self.is_complete and self.has_computed_prompts
+        return self.is_complete and self.has_computed_prompts and self.kv_transfer is not None
 
     def kv_transfer_s(
         self, prompt_tokens: float, other_tokens: float = 0.0, after_s: float = 0.0

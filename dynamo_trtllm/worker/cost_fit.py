@@ -540,8 +540,9 @@ class CostFit:
         tokens = call.new_tokens
         if call.fetches_kv:
             features = kv_transfer_features(tokens, call.other_tokens)
-            sizes = tokens.bit_length(), call.other_tokens.bit_length()
-            self.kv_transfer.add(features, sizes, call.seconds)
+            # With more kinds, old samples of rare kinds would stay for long.
+            kind = tokens.bit_length(), call.other_tokens > 0
+            self.kv_transfer.add(features, kind, call.seconds)
             return
         predicted = self.model.prefill_steps_s(tokens, call.cached_tokens, call.work)
         if predicted is None:

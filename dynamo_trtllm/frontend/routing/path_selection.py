@@ -197,6 +197,7 @@ def _best_pair(
     """Return the path over the best pair whose breaker is closed; None: there is none."""
     if not prefills or not decodes:
         return None
+    decodes = _fetching_parts(prefills[0].first_token_s, decodes, limits, waited_s)
     # The first parts are the best ones. An elastic worker may be the best one in both roles.
     is_same = prefills[0].worker.instance.id == decodes[0].worker.instance.id
     if not breakers.any_open and not is_same:
@@ -245,15 +246,12 @@ def _prompt_part(
 def _decode_part(
     worker: WorkerForecast, limits: SloLimits, random: Callable[[], float]
 ) -> _PathPart:
-    """Return what a decode worker adds: the gaps of all its streams, and the KV transfer."""
+    """Return what a decode worker adds: the gaps of all its streams."""
     gap_s = worker.decode_gap_s()
     num_delayed = worker.num_delayed(gap_s, limits.others_itl_s)
     misses = gap_s > limits.itl_s or not worker.has_space()
-    gap_part = gap_s / min(limits.itl_s, limits.others_itl_s)
-    takes_further_streams = worker.has_streams and gap_part <= _PACKED
-    # The prefill worker is not chosen yet. With a prefill of no time, no KV is fetched before.
-    ttft_part = worker.transfer_s(0.0) / limits.ttft_s
-    pressure = gap_part if gap_part > ttft_part else ttft_part
+    pressure = gap_s / min(limits.itl_s, limits.others_itl_s)
+    takes_further_streams = worker.has_streams and pressure <= _PACKED
     return _PathPart(
         worker,
         num_missed=num_delayed + misses,
@@ -262,6 +260,36 @@ def _decode_part(
         gap_s=gap_s,
         is_last_resort=worker.is_slowed_by_streams and not takes_further_streams,
     )
+
+
+def _fetching_parts(
+    first_token_s: float, decodes: Sequence[_PathPart], limits: SloLimits, waited_s: float
+) -> list[_PathPart]:
+    """Return the decode parts with their KV transfers, the best part first.
+
+    A whole request needs no transfer, so `decodes` stay as they are.
+
+    Args:
+        first_token_s: the time until the best prefill worker has computed the prompt.
+        decodes: the parts without transfers.
+        limits: the limits of the request.
+        waited_s: for how long the request has waited since it arrived.
+    """
+    parts = []
+    for part in decodes:
+        transfer_s = part.worker.transfer_s(first_token_s)
+        is_late = waited_s + first_token_s + transfer_s > _TTFT_PART * limits.ttft_s
+        # The prefill takes as long whatever the decode worker is, so only the transfer counts.
+        transfer_pressure = transfer_s / limits.ttft_s / part.worker.share
+        parts.append(
+            msgspec.structs.replace(
+                part,
+                num_missed=part.num_delayed + (part.misses or is_late),
+                weighted_pressure=max(part.weighted_pressure, transfer_pressure),
+            )
+        )
+    parts.sort(key=_order_of_part)
+    return parts
 
 
 def _worth_trying(decodes: Sequence[_PathPart]) -> list[WorkerForecast]:

@@ -178,9 +178,7 @@ class WorkerForecast:
         Args:
             prefill_s: the time until the prefill worker has computed the prompt.
         """
-        report = self._load.report
-        assert report is not None
-        other_tokens = report.fetching_tokens + self._load.unseen_fetched_tokens
+        other_tokens = self._load.fetching_tokens
         return self._cost.kv_transfer_s(self._prompt_tokens, other_tokens, prefill_s)
 
     def has_space(self) -> bool:

@@ -18,6 +18,9 @@ from dynamo_trtllm.protocol.messages import GenerateRequest, Instance, LoadRepor
 
 STALE_S: Final = 25.0  # workers report at least every 10 s
 _SEEN_AFTER_S = 0.1  # a report includes the calls that were sent this long before it arrived
+# The same for KV transfers. It is shorter, because a transfer that is counted twice for a moment
+# makes pairs look late, and one that is not counted for a moment does less harm.
+_FETCH_SEEN_AFTER_S = 0.02
 # What a prompt token to compute costs, compared with one that waits: it also delays the requests
 # after it, and its KV evicts other prompts. In simulated replays of a trace, hits were 0.77 of an
 # oracle's with a cost of 1, 0.90 with 4 and 0.93 with 8, with the time to first token lower at p50
@@ -45,6 +48,7 @@ class PlacedCall:
     is_prefill: bool  # the instance only computes the prompt
     sent_at: float = math.inf  # inf: the call was not sent yet
     is_unseen: bool = True  # no report of the worker includes the call
+    is_fetch_unseen: bool = True  # no report of the worker includes `fetched_tokens`
 
     def on_sent(self, now: float) -> None:
         """Record that the call was sent to the instance."""
@@ -55,24 +59,38 @@ class PlacedCall:
         """Record that the instance has computed the prompt, or fetched its KV."""
         if self.is_unseen:
             self.load.unseen_prefill_tokens -= self.prefill_tokens
-            self.load.unseen_fetched_tokens -= self.fetched_tokens
         self.prefill_tokens = 0
+        self._end_fetch()
+
+    def on_fetch_reported(self) -> None:
+        """Record that a report of the instance includes the KV transfer."""
+        if self.is_fetch_unseen:
+            self.is_fetch_unseen = False
+            self.load.unseen_fetched_tokens -= self.fetched_tokens
+
+    def _end_fetch(self) -> None:
+        """Record that the instance does not fetch KV for the call any more."""
+        if not self.is_fetch_unseen:
+            # The last report still counts them.
+            self.load.fetched_since_report += self.fetched_tokens
+        self.on_fetch_reported()
         self.fetched_tokens = 0
 
     def on_reported(self) -> None:
         """Record that a report of the instance includes the call."""
+        self.on_fetch_reported()
         if self.is_unseen:
             self.is_unseen = False
             self.load.unseen_requests -= 1
             if self.is_prefill:
                 self.load.unseen_prefills -= 1
             self.load.unseen_prefill_tokens -= self.prefill_tokens
-            self.load.unseen_fetched_tokens -= self.fetched_tokens
             self.load.unseen_kv_tokens -= self.kv_tokens
         self.load.sent.pop(self, None)
 
     def end(self) -> None:
         """Record that the instance does not run the call any more."""
+        self._end_fetch()
         self.on_reported()
         self.load.requests -= 1
 
@@ -85,8 +103,11 @@ class InstanceLoad:
     unseen_requests: int = 0  # requests that no report includes
     unseen_prefills: int = 0  # those of them of which the instance only computes the prompt
     unseen_prefill_tokens: int = 0  # prompt tokens of these requests that are not computed yet
-    # Prompt tokens of these requests whose KV is fetched here, now or after their prefill.
+    # Prompt tokens of requests of this frontend whose KV is fetched here, now or after their
+    # prefill, and that no report includes yet.
     unseen_fetched_tokens: int = 0
+    # Prompt tokens whose KV was fetched since the last report, which still includes them.
+    fetched_since_report: int = 0
     unseen_kv_tokens: int = 0  # tokens of the context of these requests
     # The calls of this frontend that were sent, the oldest first.
     sent: dict[PlacedCall, None] = field(default_factory=dict)
@@ -96,6 +117,14 @@ class InstanceLoad:
     # `cost` is complete without measurements of equal workers.
     cost_suffices_alone: bool = False
     token_s: float = 0.0  # seconds per token, to compare instances of one role; 0: not known
+
+    @property
+    def fetching_tokens(self) -> int:
+        """Return the prompt tokens whose KV the instance fetches, or will after their prefill."""
+        if self.report is None:
+            return self.unseen_fetched_tokens
+        reported_tokens = max(0, self.report.fetching_tokens - self.fetched_since_report)
+        return reported_tokens + self.unseen_fetched_tokens
 
     def place(
         self,
@@ -142,13 +171,17 @@ class ClusterLoad:
         """Take a report. A broadcast one may arrive after a newer one, and is ignored then."""
         load = self.of(report.instance_id)
         if report.cost is not None and report.cost != load.cost:
-            load.cost = report.cost if report.cost.is_valid else None
-            load.token_s = 0.0 if load.cost is None else load.cost.token_s
-            load.cost_suffices_alone = load.cost is not None and load.cost.suffices_alone
+            load.cost = report.cost.readable()
+            load.token_s = load.cost.token_s
+            load.cost_suffices_alone = load.cost.suffices_alone
         if load.report is not None and report.number <= load.report.number:
             return
         load.report = report
         load.reported_at = now
+        load.fetched_since_report = 0
+        for call in load.sent:
+            if call.sent_at < now - _FETCH_SEEN_AFTER_S:
+                call.on_fetch_reported()
         seen = [call for call in load.sent if call.sent_at < now - _SEEN_AFTER_S]
         for call in seen:
             call.on_reported()

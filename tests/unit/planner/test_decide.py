@@ -97,6 +97,22 @@ def test_workers_turn_to_prefill_if_prompts_queue() -> None:
     assert decision.after is not None
     assert decision.after.ttft_s < LIMITS.ttft_s < decision.before.ttft_s
     assert "prefill is short" in decision.reason
+    some = msgspec.structs.replace(COST, kv_transfer=prior_fit((0.0, 0.002, 0.002)))
+    decision = settled(observed(split(1, 3, 2, 40_000), prompts_per_s=5.0, cost=some))
+    assert "prefill is short" in decision.reason
+
+
+@pytest.mark.parametrize("prompts_per_s", [1.0, 3.0, 6.0])
+def test_wanted_workers_keep_the_limit_with_the_kv_transfer(prompts_per_s: float) -> None:
+    cost = msgspec.structs.replace(COST, kv_transfer=prior_fit((0.0, 0.03, 0.03)))
+    limits = LIMITS._replace(ttft_s=1.0)
+    wanted = settled(observed(split(1, 1, 2, 0), prompts_per_s, cost=cost), limits).wanted
+    assert wanted is not None
+    enough = split(wanted.prefill, wanted.decode, 2, 0)
+    assert settled(observed(enough, prompts_per_s, cost=cost), limits).outcome is (
+        DecisionOutcome.FITS
+    )
+    assert wanted.prefill <= 3 * prompts_per_s + 2
 
 
 def test_workers_are_not_divided_if_no_pair_can_transfer_kv() -> None:
@@ -126,6 +142,15 @@ def test_workers_are_not_divided_if_kv_transfers_are_slow() -> None:
     assert decision.counts == RoleCounts(prefill=3, decode=2)
     assert "KV transfers are slow" in decision.reason
     assert decision.wanted == RoleCounts(prefill=3, decode=2)
+    # What is wanted keeps the limits, with the KV transfer.
+    wanted = settled(observed(split(3, 2, 2, 0), prompts_per_s, cost=slow))
+    assert wanted.outcome is DecisionOutcome.FITS
+    # A network that is too slow for the rate has a queue that grows.
+    assert wanted.before is not None
+    grows = settled(observed(one_decodes, 2 * prompts_per_s, cost=slow))
+    assert grows.before is not None
+    assert grows.before.transfer_s > 5.0
+    assert grows.before.decode_part > 1.0
     # Gaps may be as long as a step with a prompt: then whole requests need no transfer.
     slower = msgspec.structs.replace(COST, kv_transfer=prior_fit((0.0, 0.06, 0.06)))
     pair = observed(split(1, 1, 2, 0), prompts_per_s=1.8, cost=slower)

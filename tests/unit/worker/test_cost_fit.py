@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterable
 from statistics import median
 
+import msgspec
 import pytest
 
 from dynamo_trtllm.protocol.cost_model import CostModel, EngineWork, Fit, StepSample
@@ -140,7 +141,7 @@ def test_predictions_of_one_step_kind_are_finite_for_others() -> None:
     fit = CostFit()
     model = feed(fit, engine.decodes(100, (8,)))  # all features are collinear
     assert error(model, engine.step(8, 1000)) < 0.05
-    assert model.is_valid
+    assert model.readable() == model
     assert model.prefill is None
     assert model.decode is not None
     assert 0 < model.decode.predict(StepSample(0.0, 300, 300_000).features) < 10
@@ -216,10 +217,39 @@ def test_fits_of_kv_transfers_tell_if_they_wait_for_others(shares_network: bool)
         assert waiting_s < 0.02
         return
     assert 0.2 < waiting_s <= 0.4
-    # What is fetched in the meantime needs not be waited for.
+    # What is fetched in the meantime need not be waited for.
     later_s = model.kv_transfer_s(8000, other_tokens=16_000, after_s=0.1)
     assert later_s == pytest.approx(model.kv_transfer_s(8000) + waiting_s - 0.1)
     assert model.kv_transfer_s(8000, 16_000, after_s=9.0) == model.kv_transfer_s(8000)
+
+
+def test_calls_alone_do_not_displace_calls_beside_others() -> None:
+    fit = CostFit()
+    for number in range(300):
+        other_tokens = 8000 * (number % 3) if number < 150 else 0
+        took_s = 0.01 + 2.5e-5 * (4000 + other_tokens)
+        fit.take([], [CallSample(took_s, 4000, 0, WORK, True, other_tokens)])
+    assert fit.model.kv_transfer_s(4000, other_tokens=8000) == pytest.approx(0.31, rel=0.1)
+
+
+def test_calls_that_waited_for_space_do_not_count_for_long() -> None:
+    """They look as if KV of the others delayed them, and later calls beside others are rare."""
+    fit = CostFit()
+    draw = random.Random(2)
+
+    def call(other_tokens: int, waiting_s: float = 0.0) -> None:
+        tokens = draw.choice([1000, 4000, 8000])
+        took_s = 0.01 + 2.5e-6 * tokens + waiting_s
+        fit.take([], [CallSample(took_s, tokens, 0, WORK, True, other_tokens)])
+
+    for _ in range(200):
+        call(0)
+    for _ in range(40):
+        call(draw.randint(1000, 30_000), draw.uniform(3, 8))
+    assert fit.model.kv_transfer_s(8000, other_tokens=16_000) > 0.5
+    for number in range(60):
+        call(2000 if number % 4 == 0 else 0)
+    assert fit.model.kv_transfer_s(8000, other_tokens=16_000) < 0.1
 
 
 def test_calls_in_a_full_batch_recover_predictions() -> None:
@@ -271,9 +301,12 @@ def test_learning_from_damaged_samples_keeps_last_model(
     assert "the cost model could not learn from 10 steps and 0 calls" in caplog.text
 
 
-def test_cost_model_of_another_release_is_not_valid() -> None:
+def test_fits_of_another_release_are_left_out() -> None:
     good = Fit((0.01, *[0.0] * 9), 0.9, 1.1, 7)
-    assert CostModel(prefill=good).is_valid
+    transfers = Fit((0.01, 0.0), 0.9, 1.1, 7)  # without the term of other calls
+    model = CostModel(prefill=good, step_tokens=9)
+    assert model.readable() == model
+    assert msgspec.structs.replace(model, kv_transfer=transfers).readable() == model
     for bad in (
         Fit((0.01,), 0.9, 1.1, 7),
         Fit((float("nan"), *[0.0] * 9), 0.9, 1.1, 7),
@@ -281,4 +314,4 @@ def test_cost_model_of_another_release_is_not_valid() -> None:
         Fit((1e308, *[0.0] * 9), 0.9, 1.1, 7),
         Fit((0.01, *[0.0] * 9), 1.1, 0.9, 7),
     ):
-        assert not CostModel(prefill=bad).is_valid
+        assert CostModel(prefill=bad).readable() == CostModel()

@@ -494,31 +494,30 @@ async def test_prefill_worker_reports_aggregated_streams(
 
 
 async def test_load_report_counts_prompts_whose_kv_is_fetched() -> None:
-    gate = asyncio.Event()
+    fetched, more = asyncio.Event(), asyncio.Event()
     timing = WorkerTiming(load_age_s=0.0)
-    bench = MeteredService(PlainEngine((gate, *ANSWER)), Role.ELASTIC, timing=timing)
+    engine = PlainEngine((fetched, ANSWER[0], more, ANSWER[1]))
+    bench = MeteredService(engine, Role.ELASTIC, timing=timing)
     samples: list[CallSample] = []
     bench.service._cost.add_call = samples.append  # type: ignore[method-assign]
 
-    def decode_call() -> AsyncGenerator[Chunk, None]:
-        return as_stream(bench.service, request(phase=Phase.DECODE, kv_params=TRANSFER_PARAMS))
+    def call(phase: Phase = Phase.DECODE) -> AsyncGenerator[Chunk, None]:
+        kv_params = TRANSFER_PARAMS if phase is Phase.DECODE else None
+        return as_stream(bench.service, request(phase=phase, kv_params=kv_params))
 
     def fetching() -> int:
         return bench.service.load_report().fetching_tokens
 
-    async with aclosing(decode_call()) as first, aclosing(decode_call()) as second:
+    calls = (call(), call(), call(Phase.PREFILL))  # a prefill call fetches none
+    async with aclosing(calls[0]), aclosing(calls[1]), aclosing(calls[2]):
         assert fetching() == 0
-        begun = [asyncio.create_task(anext(stream)) for stream in (first, second)]
+        begun = [asyncio.create_task(anext(stream)) for stream in calls]
         await until(lambda: fetching() == 4)
-        async with aclosing(as_stream(bench.service, request(phase=Phase.PREFILL))) as prompt:
-            prefill = asyncio.create_task(anext(prompt))
-            await asyncio.sleep(0)
-            assert fetching() == 4  # a prefill call fetches none
-            gate.set()
-            await asyncio.gather(*begun, prefill)
-        assert fetching() == 0
-    fetched = [sample.other_tokens for sample in samples if sample.fetches_kv]
-    assert fetched == [0, 2]
+        fetched.set()
+        await asyncio.gather(*begun)
+        assert fetching() == 0  # while the streams go on
+        more.set()
+    assert [sample.other_tokens for sample in samples if sample.fetches_kv] == [0, 2]
 
 
 async def test_decode_call_that_ends_early_fetches_no_more() -> None:
@@ -555,7 +554,7 @@ async def test_load_with_cost_reaches_frontends_and_metrics() -> None:
     await bench.ask(phase=Phase.DECODE, kv_params=TRANSFER_PARAMS)
     report = decode(encode(bench.service.load_report_with_cost()), LoadReport)
     assert report.cost is not None
-    assert report.cost.is_valid
+    assert report.cost.readable() == report.cost
     assert report.cost.decode is not None
     assert report.cost.decode.predict(decode_features(5, 100)) == pytest.approx(0.015, rel=0.02)
     assert not engine.steps

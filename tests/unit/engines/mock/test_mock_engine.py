@@ -322,9 +322,16 @@ async def test_steps_are_measured_with_their_work() -> None:
     assert engine.steps[0].seconds > 0.003
     prior = engine._info.cost_prior
     assert prior is not None
-    assert prior.is_valid
+    assert prior.readable() == prior
     assert prior.prefill is not None
     assert prior.prefill.predict(engine.steps[0].features) == pytest.approx(0.007)
+
+
+def test_kv_transfers_are_predicted_to_take_turns() -> None:
+    times = {"kv_transfer_s": 0.01, "kv_transfer_block_s": 0.002, "kv_block_size": 32}
+    prior = MockArgs.model_validate(times).cost_prior
+    assert prior.kv_transfer_s(1024) == pytest.approx(0.01 + 32 * 0.002)
+    assert prior.kv_transfer_s(1024, other_tokens=512) == pytest.approx(0.01 + 48 * 0.002)
 
 
 def test_step_costs_replace_the_times_of_steps() -> None:
@@ -333,7 +340,7 @@ def test_step_costs_replace_the_times_of_steps() -> None:
     args = MockArgs.model_validate({"step_costs": {"decode": decode, "prefill": prefill}})
     assert not args.is_constant
     costs = args.cost_prior
-    assert costs.is_valid
+    assert costs.readable() == costs
     assert costs.decode is not None
     assert costs.decode.predict(decode_features(3, 1000)) == pytest.approx(0.0013)
     with pytest.raises(ValidationError, match="at least 10 items"):

@@ -417,11 +417,12 @@ def cost_model(token_s: float, call_s: float) -> CostModel:
     return CostModel(linear_decode_fit(0.01, 0.001), linear_prefill_fit(0.0, token_s), *calls)
 
 
-def test_report_with_invalid_cost_predicts_nothing() -> None:
+def test_damaged_fits_are_left_out_of_a_reported_cost() -> None:
     placement = Placement("least-loaded")
-    for cost in (CostModel(decode=Fit((1.0,), 1.0, 1.0, 1)),):
-        placement.loads.on_report(report(1001, cost=cost), 0.0)
-        assert placement.loads.get(1001).cost is None
+    prefill = linear_prefill_fit(0.01, 1e-4)
+    cost = CostModel(Fit((1.0,), 1.0, 1.0, 1), prefill, step_tokens=1000)
+    placement.loads.on_report(report(1001, cost=cost), 0.0)
+    assert placement.loads.get(1001).cost == CostModel(prefill=prefill, step_tokens=1000)
 
 
 @pytest.mark.parametrize(

@@ -10,122 +10,46 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.frontend.routing.cluster_view import ModelView
-from dynamo_trtllm.frontend.routing.cost_placement import CostSelection, PlacedSelection
+from dynamo_trtllm.frontend.routing.cost_placement import CostSelection
 from dynamo_trtllm.frontend.routing.pair_breakers import BreakerLimits, PairBreakers
-from dynamo_trtllm.frontend.routing.path_selection import ChosenPath, Path
+from dynamo_trtllm.frontend.routing.path_selection import Path
 from dynamo_trtllm.frontend.routing.prefix_index import PromptHashes
-from dynamo_trtllm.frontend.routing.slo_placement import PathSelection, SloPlacement
+from dynamo_trtllm.frontend.routing.slo_placement import PathSelection
 from dynamo_trtllm.frontend.routing.worker_load import STALE_S
 from dynamo_trtllm.protocol.cost_model import (
     CostModel,
-    linear_decode_fit,
     linear_prefill_fit,
     prior_fit,
 )
 from dynamo_trtllm.protocol.errors import SloUnreachable
 from dynamo_trtllm.protocol.messages import (
-    GenerateRequest,
-    Instance,
-    Limits,
     LoadReport,
     Phase,
     RequestSlo,
     Role,
-    Sampling,
-    token_ids,
 )
 from dynamo_trtllm.protocol.shares import Shares
-from tests.kit.instances import make_instance, model_view
-
-PREFILL, OTHER_PREFILL, DECODE, OTHER_DECODE, THIRD_DECODE, AGGREGATED = 1, 2, 11, 12, 13, 21
-TTFT_S = 1.0
-ITL_S = 0.1
-STEP_TOKENS = 1000
-MAX_STREAMS = 40
-NONE_OPEN = PairBreakers()
-# A step takes 10 ms, and 0.1 ms more per prompt token or 1 ms per stream.
-COST = CostModel(
-    decode=linear_decode_fit(0.01, 0.001),
-    prefill=linear_prefill_fit(0.01, 1e-4, 0.001),
-    step_tokens=STEP_TOKENS,
-    kv_transfer=prior_fit((0.005, 0.0, 0.1)),
+from tests.kit.instances import model_view
+from tests.kit.slo_placements import (
+    BUSY_PREFILLS,
+    COST,
+    DECODE,
+    FULL_DECODES,
+    MAX_STREAMS,
+    NONE_OPEN,
+    OTHER_DECODE,
+    OTHER_PREFILL,
+    PAIRS_ONLY,
+    PREFILL,
+    THIRD_DECODE,
+    chosen,
+    decoding,
+    instance,
+    placement_of,
+    request,
+    select,
+    view_of,
 )
-
-
-def instance(instance_id: int, role: Role, **fields: Any) -> Instance:
-    limits = Limits(max_batch_size=MAX_STREAMS)
-    return msgspec.structs.replace(
-        make_instance(instance_id, role=role),
-        **{"can_aggregate": True, "limits": limits, **fields},
-    )
-
-
-def view_of(*, num_aggregated: int = 0, **fields: Any) -> ModelView:
-    """Return a view of two prefill and two decode workers."""
-    return model_view(
-        prefill=[instance(id_, Role.PREFILL, **fields) for id_ in (PREFILL, OTHER_PREFILL)],
-        decode=[instance(id_, Role.DECODE, **fields) for id_ in (DECODE, OTHER_DECODE)],
-        aggregated=[
-            instance(AGGREGATED + number, Role.AGGREGATED) for number in range(num_aggregated)
-        ],
-    )
-
-
-def request(prompt: int = 500, **fields: Any) -> GenerateRequest:
-    return GenerateRequest(
-        request_id="r",
-        model="tiny",
-        token_ids=token_ids(range(prompt)),
-        sampling=Sampling(max_tokens=9),
-        deadline=1e12,
-        **fields,
-    )
-
-
-def placement_of(
-    loads: dict[int, dict[str, Any]] | None = None,
-    *,
-    cost: CostModel | None = COST,
-    rejects: bool = False,
-    seed: int = 1,
-) -> SloPlacement:
-    """Return a placement that knows all workers. `loads`: what those report that are not idle."""
-    placement = SloPlacement(TTFT_S, ITL_S, rejects=rejects, seed=seed)
-    for id_ in (PREFILL, OTHER_PREFILL, DECODE, OTHER_DECODE, THIRD_DECODE, AGGREGATED):
-        idle = LoadReport(id_, 1, 0, 0, 0, 0, 1000, 0, cost)
-        placement.loads.on_report(msgspec.structs.replace(idle, **(loads or {}).get(id_, {})), 0.0)
-    return placement
-
-
-def select(
-    placement: SloPlacement,
-    view: ModelView | None = None,
-    asked: GenerateRequest | None = None,
-    **options: Any,
-) -> PlacedSelection | None:
-    return placement.select(
-        view or view_of(), PromptHashes(asked or request()), NONE_OPEN, 0.0, **options
-    )
-
-
-def chosen(
-    loads: dict[int, dict[str, Any]] | None = None,
-    view: ModelView | None = None,
-    asked: GenerateRequest | None = None,
-    **options: Any,
-) -> ChosenPath:
-    selection = select(placement_of(loads), view, asked, **options)
-    assert isinstance(selection, PathSelection)
-    return selection.chosen
-
-
-PAIRS_ONLY = view_of(can_aggregate=False)
-BUSY_PREFILLS = {id_: {"queued_prefill_tokens": 20_000} for id_ in (PREFILL, OTHER_PREFILL)}
-FULL_DECODES = {id_: {"running": MAX_STREAMS} for id_ in (DECODE, OTHER_DECODE)}
-
-
-def decoding(streams: int) -> dict[int, dict[str, Any]]:
-    return {id_: {"running": streams} for id_ in (DECODE, OTHER_DECODE)}
 
 
 def test_prompt_goes_to_a_pair_while_both_workers_have_time() -> None:
@@ -197,56 +121,6 @@ def test_streams_that_are_late_anyway_do_not_count() -> None:
     assert found.prefill is not None
     assert found.prefill.id == PREFILL
     assert found.num_missed == 0
-
-
-# 1,024 tokens whose KV is fetched before delay a transfer by 0.1 s.
-SLOW_NETWORKS = {id_: {"fetching_tokens": 10_240} for id_ in (DECODE, OTHER_DECODE)}
-
-
-def test_request_runs_whole_while_networks_are_full() -> None:
-    assert chosen(decoding(20)).path is Path.PREFILL_DECODE
-    found = chosen({id_: SLOW_NETWORKS[id_] | {"running": 20} for id_ in SLOW_NETWORKS})
-    assert found.path is Path.ON_DECODE
-    assert found.meets_slo
-    late = chosen(SLOW_NETWORKS, PAIRS_ONLY)
-    assert late.ttft_s == pytest.approx(0.06 + 0.005 + 1.0 - 0.06)
-    assert not late.meets_slo
-
-
-def test_kv_that_is_fetched_during_the_prefill_delays_nothing() -> None:
-    found = chosen({id_: {"fetching_tokens": 600} for id_ in (DECODE, OTHER_DECODE)}, PAIRS_ONLY)
-    assert found.ttft_s == pytest.approx(0.06 + 0.005)
-
-
-def test_decode_worker_with_a_free_network_is_chosen() -> None:
-    found = chosen({DECODE: SLOW_NETWORKS[DECODE]}, PAIRS_ONLY)
-    assert found.decode.id == OTHER_DECODE
-    assert found.meets_slo
-
-
-def test_own_prompts_whose_kv_will_be_fetched_count() -> None:
-    placement = placement_of()
-    pairs = model_view(
-        prefill=[instance(PREFILL, Role.PREFILL)],
-        decode=[instance(DECODE, Role.DECODE, can_aggregate=False)],
-    )
-    placed = []
-    for _ in range(8):
-        selection = select(placement, pairs, request(900))
-        assert selection is not None
-        placed.append(placement.start(selection, request(900), 0.0))
-    waiting = placement.loads.get(DECODE)
-    assert waiting.unseen_fetched_tokens == 7200
-    placed[0].on_sent(DECODE, Phase.DECODE, 0.0)
-    placed[0].on_prefill_done()  # its first token came
-    assert waiting.unseen_fetched_tokens == 6300
-    placed[1].on_sent(OTHER_DECODE, Phase.DECODE, 0.0)  # another worker fetches this KV
-    assert waiting.unseen_fetched_tokens == 5400
-    assert placement.loads.get(OTHER_DECODE).unseen_fetched_tokens == 900
-    for one in placed:
-        one.end()
-    assert waiting.unseen_fetched_tokens == 0
-    assert placement.loads.get(OTHER_DECODE).unseen_fetched_tokens == 0
 
 
 def test_prompt_counted_twice_does_not_make_streams_late() -> None:
