@@ -96,7 +96,8 @@ def serving() -> Iterator[tuple[str, Script]]:
     renderer.preload()
     script = Script(renderer)
     catalog = Catalog()
-    catalog.served = {MODEL: ServedModel(CARD, renderer)}  # type: ignore[dict-item]
+    catalog.served.clear()
+    catalog.served[MODEL] = ServedModel(CARD, renderer)
     config = FrontendConfig()
     sock = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{sock.getsockname()[1]}"

@@ -19,7 +19,7 @@ from tests.kit.planted_assumptions import PLANTS, Plant
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "trtllm-verification.md").read_text(encoding="utf-8")
 PLUGINS = ("-p", "tests.kit.planted_assumptions", "-p", "no:cacheprovider")
-PYTEST = ("-m", "pytest", "-q", "-n", "0", *PLUGINS)
+PYTEST = ("-m", "pytest", "-q", "-n", "0", "--long", *PLUGINS)  # some of the tests are long ones
 
 
 def pytest_run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
