@@ -412,7 +412,7 @@ class ChatRequest(CompletionFields):
         "verbosity": ("medium",),
         "add_generation_prompt": (True,),
         "add_special_tokens": (False,),
-        **rejected_fields.NEUTRAL_OF_CHAT,
+        **rejected_fields.neutral(rejected_fields.OF_CHAT),
     }
     unsupported: ClassVar = {**CompletionFields.unsupported, **rejected_fields.OF_CHAT}
 

@@ -431,6 +431,7 @@ class ResponseRequest(SamplingFields):
         "truncation": ("disabled",),
         "skip_special_tokens": (True,),
         "prompt_cache_options": ({"mode": "implicit"},),
+        **rejected_fields.neutral(rejected_fields.OF_RESPONSES),
     }
     unsupported: ClassVar = {**SamplingFields.unsupported, **rejected_fields.OF_RESPONSES}
 
