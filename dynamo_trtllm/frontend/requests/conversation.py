@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import msgspec
 
@@ -20,6 +20,7 @@ from dynamo_trtllm.frontend.api.chat import (
     ToolMessage,
 )
 from dynamo_trtllm.frontend.api.sampling import ANY_OBJECT, SamplingFields
+from dynamo_trtllm.frontend.api.schemas import call_schema
 from dynamo_trtllm.frontend.requests.format_limits import check_formats
 from dynamo_trtllm.frontend.tokenization.conversation import Conversation, Message, Tool, ToolCall
 from dynamo_trtllm.frontend.tokenization.renderer import NO_FORCED_IDS
@@ -566,19 +567,8 @@ def _calls_as_text(
     if opening is None:
         name = options.name("response_format")
         reject(name, served.card, "its output format cannot combine it with tool calls")
-    schemas = [json.dumps(_call_schema(tool)) for tool in tools]
+    schemas = [json.dumps(call_schema(tool.name, json.loads(_schema(tool)))) for tool in tools]
     return [OutputFormat(prefix=opening, json_schema=schema) for schema in schemas]
-
-
-def _call_schema(tool: Tool) -> dict[str, Any]:
-    """Return the schema of a call as an object with name and arguments."""
-    properties = {"name": {"const": tool.name}, "arguments": json.loads(_schema(tool))}
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(properties),
-        "additionalProperties": False,
-    }
 
 
 def _check_guidable(options: GenerationOptions, field: str, served: ServedModel) -> None:
