@@ -132,6 +132,14 @@ OF_ASSISTANT_MESSAGES: Final[Mapping[str, str]] = {
     "refusal": "send it as content",
 }
 
+# Other forms of a format. Without these fields, its schema would be lost.
+OF_FORMATS: Final[Mapping[str, str]] = {"schema": "use type 'json_schema', with json_schema.schema"}
+OF_RESPONSES_FORMATS: Final[Mapping[str, str]] = {
+    "json_schema": "use type 'json_schema', with name and schema",
+    "schema": "use type 'json_schema', with name and schema",
+}
+OF_JSON_SCHEMAS: Final[Mapping[str, str]] = {"properties": "put the whole schema into schema"}
+
 OF_RESPONSES: Final[Mapping[str, str]] = {
     "access_programs": "this server runs no programs",
     "background_options": "responses never run in the background",

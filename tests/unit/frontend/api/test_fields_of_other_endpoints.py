@@ -14,8 +14,9 @@ from dynamo_trtllm.frontend.api.completions import CompletionRequest
 from dynamo_trtllm.frontend.api.messages import MessagesRequest
 from dynamo_trtllm.frontend.api.request_model import RequestModel, parse
 from dynamo_trtllm.frontend.api.responses import ResponseRequest
+from dynamo_trtllm.frontend.api.tokenization import TokenizeRequest
 from dynamo_trtllm.frontend.api.unknown_fields import IgnoredFields
-from dynamo_trtllm.protocol.errors import UnsupportedParameter
+from dynamo_trtllm.protocol.errors import InvalidRequest, UnsupportedParameter
 from tests.kit.cases import each_case
 
 USER = {"role": "user", "content": "hi"}
@@ -55,6 +56,25 @@ SENT = [
     (MessagesRequest, {"parallel_tool_calls": False}, "disable_parallel_tool_use"),
     (MessagesRequest, {"guided_regex": "a"}, "use output_config.format"),
 ]
+SCHEMA = {"type": "object", "properties": {"a": {}}}
+# Forms of other servers and endpoints, whose schema would be lost.
+FORMS = [
+    (
+        ChatRequest,
+        {"response_format": {"type": "json_object", "schema": SCHEMA}},
+        "response_format.schema",
+    ),
+    (
+        ChatRequest,
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", **SCHEMA}}},
+        "response_format.json_schema.properties",
+    ),
+    (
+        ResponseRequest,
+        {"text": {"format": {"type": "json_object", "schema": SCHEMA}}},
+        "text.format.schema",
+    ),
+]
 HARMLESS = [
     (CompletionRequest, {"response_format": {"type": "text"}, "tool_choice": "auto", "tools": []}),
     (ChatRequest, {"instructions": "", "output_config": {}, "text": None}),
@@ -88,6 +108,29 @@ def test_field_that_changes_the_answer_names_the_right_one(
     with pytest.raises(UnsupportedParameter, match=hint) as refused:
         parsed(model, fields)
     assert refused.value.field == name
+
+
+@each_case(("model", "fields", "field"), FORMS)
+def test_form_of_another_server_is_rejected(
+    model: type[RequestModel], fields: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(UnsupportedParameter) as refused:
+        parsed(model, fields)
+    assert refused.value.field == field
+
+
+@pytest.mark.parametrize("kind", ["auto", "any", "none", "tool"])
+@pytest.mark.parametrize("model", [ChatRequest, ResponseRequest])
+def test_choice_in_the_form_of_anthropic_gets_the_right_form(
+    model: type[RequestModel], kind: str
+) -> None:
+    with pytest.raises(InvalidRequest, match="'auto', 'none', 'required', or an object that names"):
+        parsed(model, {"tool_choice": {"type": kind}})
+
+
+def test_text_is_no_field_of_tokenize() -> None:
+    with pytest.raises(InvalidRequest, match="prompt is required"):
+        parse(TokenizeRequest, b'{"model": "m", "text": "hi"}', IgnoredFields())
 
 
 @each_case(("model", "fields"), HARMLESS)
