@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import msgspec
 
 from dynamo_trtllm.engines.torch.closed_schemas import closed
+from dynamo_trtllm.engines.torch.schema_annotations import without_annotations
 from dynamo_trtllm.models.byte_level import BYTE_OF
 from dynamo_trtllm.protocol.errors import RequestRejected
 from dynamo_trtllm.protocol.messages import OutputFormat, StructuredOutput
@@ -160,7 +161,7 @@ def _content(alternative: OutputFormat) -> str:
         "whitespace_pattern": _WHITESPACE,
         "coerce_one_of": True,
     }
-    schema = closed(schema) | {"x-guidance": options}
+    schema = closed(without_annotations(schema)) | {"x-guidance": options}
     return f"%json {json.dumps(schema)}"
 
 

@@ -14,6 +14,7 @@ import torch
 from dynamo_trtllm.engines.torch.closed_schemas import closed
 from dynamo_trtllm.engines.torch.format_compiler import FormatCompiler
 from dynamo_trtllm.engines.torch.grammar import GrammarMatcher
+from dynamo_trtllm.engines.torch.schema_annotations import without_annotations
 from dynamo_trtllm.protocol.errors import RequestRejected
 from dynamo_trtllm.protocol.messages import OutputFormat, StructuredOutput, token_ids
 from tests.kit.cases import each_case
@@ -356,6 +357,30 @@ def test_definition_is_closed_unless_it_is_a_part() -> None:
         assert definitions["Base/~A"] == {**A, "additionalProperties": False}
     for reference in ("#/$defs/none", "#/$defs/Base~1~0A/type/x", "#", "#name", "#/allOf/9", 7):
         assert closed({"$ref": reference, "properties": {}, "allOf": [{}]})
+
+
+@each_case(
+    "schema",
+    [
+        {"type": "string", "format": "path"},
+        {"type": ["string", "null"], "format": "password", "maxLength": 5},
+        {"allOf": [{"type": "string", "format": "int32"}]},
+        {"type": "object", "properties": {"format": {"type": "string", "format": "byte"}}},
+        {"type": "array", "items": {"format": "binary"}, "uniqueItems": False},
+        {"$ref": "#/x/format", "x": {"format": {"type": "string", "format": "uri-reference"}}},
+    ],
+)
+def test_annotation_has_no_effect(compiler: FormatCompiler, schema: dict[str, Any]) -> None:
+    assert allowed(matcher_of(compiler, guided(schema), STOPS))
+
+
+def test_known_format_and_data_stay_as_they_are() -> None:
+    data = {"enum": [{"format": "path"}], "default": {"format": "path", "uniqueItems": False}}
+    schema = {"type": "string", "format": "date", **data}
+    assert without_annotations({"properties": {"format": schema}, "uniqueItems": True}) == {
+        "properties": {"format": schema},
+        "uniqueItems": True,
+    }
 
 
 @each_case("seed", range(10))
