@@ -9,11 +9,16 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from dynamo_trtllm.frontend.api.chat import AssistantMessage, ChatRequest
+from dynamo_trtllm.frontend.api.chat import (
+    AssistantMessage,
+    ChatRequest,
+    JsonSchema,
+    ResponseFormat,
+)
 from dynamo_trtllm.frontend.api.completions import CompletionRequest
 from dynamo_trtllm.frontend.api.messages import MessagesRequest
 from dynamo_trtllm.frontend.api.request_model import RequestModel
-from dynamo_trtllm.frontend.api.responses import ResponseRequest
+from dynamo_trtllm.frontend.api.responses import ResponseRequest, TextFormat
 from dynamo_trtllm.frontend.api.sampling import NvExt
 from scripts.config_reference import table
 
@@ -25,6 +30,9 @@ PLACES: dict[str, tuple[type[RequestModel], str]] = {
     "responses": (ResponseRequest, ""),
     "messages": (MessagesRequest, ""),
     "assistant messages": (AssistantMessage, "messages[]."),
+    "formats of chat": (ResponseFormat, "response_format."),
+    "schemas of chat": (JsonSchema, "response_format.json_schema."),
+    "formats of responses": (TextFormat, "text.format."),
     "all": (NvExt, "nvext."),
 }
 

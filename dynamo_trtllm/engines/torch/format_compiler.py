@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
+from dynamo_trtllm.engines.torch.closed_schemas import closed
+from dynamo_trtllm.engines.torch.schema_annotations import without_annotations
 from dynamo_trtllm.models.byte_level import BYTE_OF
 from dynamo_trtllm.protocol.errors import RequestRejected
 from dynamo_trtllm.protocol.messages import OutputFormat, StructuredOutput
@@ -159,57 +161,8 @@ def _content(alternative: OutputFormat) -> str:
         "whitespace_pattern": _WHITESPACE,
         "coerce_one_of": True,
     }
-    schema = closed(schema) | {"x-guidance": options}
+    schema = closed(without_annotations(schema)) | {"x-guidance": options}
     return f"%json {json.dumps(schema)}"
-
-
-# Keywords whose value is an object with schemas by name.
-_NAMED_SCHEMAS: Final = (
-    "properties",
-    "patternProperties",
-    "$defs",
-    "definitions",
-    "dependentSchemas",
-)
-# Keywords whose value is a list of schemas.
-_LISTED_SCHEMAS: Final = ("anyOf", "oneOf", "prefixItems")
-# Keywords that say which properties an object may have besides those in `properties`.
-_OTHER_PROPERTIES: Final = (
-    "additionalProperties",
-    "unevaluatedProperties",
-    "patternProperties",
-    "allOf",
-    "$ref",
-)
-
-
-def closed(schema: Any) -> Any:
-    """Return a schema whose objects have only the properties that it names.
-
-    Without this rule, a model may add properties until it reaches max_tokens. XGrammar, which vLLM
-    and TensorRT-LLM use, has the same rule by default (`strict_mode`).
-
-    An object may have other properties if its schema says which. The schemas within `allOf` stay as
-    they are, because each of them names only a part of the properties.
-    """
-    if not isinstance(schema, dict):
-        return schema
-    result = dict(schema)
-    for keyword in _NAMED_SCHEMAS:
-        named = schema.get(keyword)
-        if isinstance(named, dict):
-            result[keyword] = {name: closed(part) for name, part in named.items()}
-    for keyword in _LISTED_SCHEMAS:
-        listed = schema.get(keyword)
-        if isinstance(listed, list):
-            result[keyword] = [closed(part) for part in listed]
-    if isinstance(schema.get("items"), dict):
-        result["items"] = closed(schema["items"])
-    is_composed = any(keyword in schema for keyword in ("anyOf", "oneOf", "if"))
-    allows_others = any(keyword in schema for keyword in _OTHER_PROPERTIES)
-    if "properties" in schema and not is_composed and not allows_others:
-        result["additionalProperties"] = False
-    return result
 
 
 def _escaped(found: re.Match[str]) -> str:

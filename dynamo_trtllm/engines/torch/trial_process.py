@@ -196,6 +196,7 @@ def _generate(triggered: Triggered) -> None:
 
     Raises:
         FormatTooComplex: a token takes too long, or exceeds a limit of llguidance.
+        RequestRejected: no output follows the format.
     """
     matcher = triggered.matcher
     for step in range(STEPS):
@@ -217,6 +218,13 @@ def _generate(triggered: Triggered) -> None:
     if matcher.is_error():
         message, _, _ = matcher.get_error().partition("<state>")
         reason = " ".join(message.split())
+        # llguidance's names for "no token can follow"
+        if reason in ("NoExtension", "NoExtensionBias"):
+            raise RequestRejected(
+                "the output format is not supported: no output that ends follows it; check where it"
+                " refers to itself, and which characters it allows",
+                field="guided",
+            )
         raise FormatTooComplex(f"the output format is too complex: {reason}; simplify it")
 
 

@@ -301,6 +301,7 @@ class JsonSchema(RequestModel):
     """
 
     hints: ClassVar = frozenset({"description"})
+    unsupported: ClassVar = rejected_fields.OF_JSON_SCHEMAS
 
     name: Name
     schema_: Schema = Field(default_factory=dict, alias="schema")
@@ -308,6 +309,8 @@ class JsonSchema(RequestModel):
 
 
 class ResponseFormat(RequestModel):
+    unsupported: ClassVar = rejected_fields.OF_FORMATS
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -397,6 +400,8 @@ def _tool_choice(value: Any, info: ValidationInfo) -> ToolChoice:
         case {"type": "custom"}:
             custom = NamedCustomTool.model_validate(value, context=info.context)
             return ToolChoice(mode="named", name=custom.custom.name)
+        case {"type": "auto" | "any" | "none" | "required" | "tool"}:
+            pass  # a form of Anthropic's API
         case {"type": str(kind)}:
             reject_demanded(kind)
     invalid(
@@ -412,7 +417,7 @@ class ChatRequest(CompletionFields):
         "verbosity": ("medium",),
         "add_generation_prompt": (True,),
         "add_special_tokens": (False,),
-        **rejected_fields.NEUTRAL_OF_CHAT,
+        **rejected_fields.neutral(rejected_fields.OF_CHAT),
     }
     unsupported: ClassVar = {**CompletionFields.unsupported, **rejected_fields.OF_CHAT}
 

@@ -73,7 +73,10 @@ Prompts = Annotated[
 class CompletionRequest(CompletionFields):
     """A text completion request; valid for any model."""
 
-    no_ops: ClassVar = NO_OPS | {"suffix": ("",), "add_special_tokens": (True,)}
+    no_ops: ClassVar = NO_OPS | {
+        "add_special_tokens": (True,),
+        **rejected_fields.neutral(rejected_fields.OF_TEXT_COMPLETIONS),
+    }
     unsupported: ClassVar = {
         **CompletionFields.unsupported,
         **rejected_fields.OF_TEXT_COMPLETIONS,

@@ -235,8 +235,15 @@ class MessageTool(RequestModel):
 
 
 def _as_function(tool: Any) -> Any:
-    """Return the function of a tool that the client runs; any other value unchanged."""
+    """Return the function of a tool that the client runs; any other value unchanged.
+
+    A tool in the form of OpenAI's APIs is rejected: to leave it out would lose a function that the
+    client runs.
+    """
     kind = tool.get("type") if isinstance(tool, dict) else None
+    if kind == "function":
+        form = "leave it out, and send name, description and input_schema"
+        unsupported(f"'function' is of OpenAI's APIs; {form}", field="type")
     function = client_tool(kind, tool.get("name")) if isinstance(kind, str) else None
     return tool if function is None else function
 
@@ -315,7 +322,7 @@ class CountTokensRequest(SamplingFields):
     # `NO_OPS` and `SamplingFields.unsupported` also list fields that only this endpoint supports.
     no_ops: ClassVar = {
         name: values for name, values in NO_OPS.items() if name not in _SUPPORTED_HERE
-    }
+    } | rejected_fields.neutral(rejected_fields.OF_MESSAGES)
     unsupported: ClassVar = {
         name: reason
         for name, reason in {**SamplingFields.unsupported, **rejected_fields.OF_MESSAGES}.items()

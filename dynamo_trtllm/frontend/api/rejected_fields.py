@@ -6,13 +6,19 @@ fields without support are ignored and named, see `unknown_fields`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 _SAMPLER = "this sampler is not supported; use temperature, top_p, top_k and min_p"
 _LENGTH = "use max_tokens"
 _FORMAT = "use structured_outputs"
+_TEXT_FORMAT = "use text.format"
+_OUTPUT_FORMAT = "use output_config.format"
+_CHAT = "use /v1/chat/completions"
 _NO_AUDIO = "only text is generated"
+_NO_CUT = "the prompt is never cut; send a shorter one"
+_NO_CONVERSATION = "no conversation is kept; send all of it"
+_WORKERS_TEMPLATE = "the workers set the template, with --custom-jinja-template"
 
 # Fields of vLLM, SGLang, llama.cpp, Ollama and text-generation-inference. Each name has the reason
 # for the rejection, or says what to send instead.
@@ -25,6 +31,8 @@ OF_ALL: Final[Mapping[str, str]] = {
     "thinking_token_budget": "reasoning has no limit of its own; use reasoning_effort",
     "max_new_tokens": _LENGTH,
     "max_length": _LENGTH,
+    "max_tokens_to_sample": _LENGTH,
+    "n_predict": _LENGTH,
     "num_predict": _LENGTH,
     "min_new_tokens": "use min_tokens",
     "min_length": "use min_tokens",
@@ -74,40 +82,47 @@ OF_COMPLETIONS: Final[Mapping[str, str]] = {
     "json_schema": _FORMAT,
     "regex": _FORMAT,
     "ebnf": _FORMAT,
+    "max_output_tokens": _LENGTH,
+    "conversation": _NO_CONVERSATION,
+    "previous_response_id": f"{_NO_CONVERSATION}, or use /v1/responses",
 }
 
 # Fields that only text completions reject.
 OF_TEXT_COMPLETIONS: Final[Mapping[str, str]] = {
     "suffix": "models can't fill in the middle of a text",
-    "messages": "use /v1/chat/completions",
-    "tools": "use /v1/chat/completions",
+    "function_call": _CHAT,
+    "functions": _CHAT,
+    "input": "use prompt",
+    "instructions": "put them into the prompt",
+    "max_completion_tokens": _LENGTH,
+    "messages": _CHAT,
+    "output_config": _FORMAT,
+    "output_format": _FORMAT,
+    "response_format": _FORMAT,
+    "system": "put it into the prompt",
+    "text": _FORMAT,
+    "tool_choice": _CHAT,
+    "tools": _CHAT,
 }
 
 OF_CHAT: Final[Mapping[str, str]] = {
     "audio": _NO_AUDIO,
     "best_of": "use n",
-    "chat_template": "the workers set the template, with --custom-jinja-template",
+    "chat_template": _WORKERS_TEMPLATE,
     "continue_final_message": "an answer always begins a new message",
     "documents": "send them in a message",
     "echo": "an answer never contains its prompt",
     "function_call": "use tool_choice",
     "functions": "use tools",
     "input": "use messages",
+    "instructions": "send a message with the role system",
     "moderation": "nothing is moderated",
+    "output_config": "use response_format and reasoning_effort",
+    "output_format": "use response_format",
     "prompt": "use messages",
     "suffix": "models can't fill in the middle of a text",
     "system": "send a message with the role system",
-}
-NEUTRAL_OF_CHAT: Final[Mapping[str, tuple[Any, ...]]] = {
-    "audio": ({},),
-    "best_of": (1,),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "echo": (False,),
-    "function_call": ("auto", "none"),  # without functions, these choose nothing
-    "functions": ([],),
-    "suffix": ("",),
-    "system": ("",),
+    "text": "use response_format",
 }
 
 OF_ASSISTANT_MESSAGES: Final[Mapping[str, str]] = {
@@ -117,32 +132,98 @@ OF_ASSISTANT_MESSAGES: Final[Mapping[str, str]] = {
     "refusal": "send it as content",
 }
 
+# Other forms of a format. Without these fields, its schema would be lost.
+OF_FORMATS: Final[Mapping[str, str]] = {"schema": "use type 'json_schema', with json_schema.schema"}
+OF_RESPONSES_FORMATS: Final[Mapping[str, str]] = {
+    "json_schema": "use type 'json_schema', with name and schema",
+    "schema": "use type 'json_schema', with name and schema",
+}
+OF_JSON_SCHEMAS: Final[Mapping[str, str]] = {"properties": "put the whole schema into schema"}
+
 OF_RESPONSES: Final[Mapping[str, str]] = {
     "access_programs": "this server runs no programs",
     "background_options": "responses never run in the background",
+    "best_of": "a response has one output",
+    "chat_template": _WORKERS_TEMPLATE,
     "context_management": "nothing of the context is removed; send a shorter input",
     "conversation": "use previous_response_id",
+    "documents": "send them in the input",
+    "function_call": "use tool_choice",
+    "functions": "use tools",
+    "guided_choice": _TEXT_FORMAT,
+    "guided_grammar": _TEXT_FORMAT,
+    "guided_json": _TEXT_FORMAT,
+    "guided_regex": _TEXT_FORMAT,
     "image": "only text is generated",
     "max_completion_tokens": "use max_output_tokens",
     "messages": "use input",
     "moderation": "nothing is moderated",
+    "output_config": "use text.format and reasoning.effort",
+    "output_format": _TEXT_FORMAT,
     "prompt": "there are no stored prompts; use instructions and input",
     "reasoning_effort": "use reasoning.effort",
-    "response_format": "use text.format",
-    "structured_outputs": "use text.format",
+    "response_format": _TEXT_FORMAT,
+    "structured_outputs": _TEXT_FORMAT,
+    "system": "use instructions",
+    "truncate_prompt_tokens": _NO_CUT,
 }
 
 OF_MESSAGES: Final[Mapping[str, str]] = {
-    "input": "use messages",
-    "max_completion_tokens": "use max_tokens",
+    "best_of": "a message has one content",
+    "chat_template": _WORKERS_TEMPLATE,
     "compaction": "nothing of the context is removed; send fewer messages",
-    "output_format": "use output_config.format",
+    "conversation": _NO_CONVERSATION,
+    "documents": "send them in a message",
+    "function_call": "use tool_choice",
+    "functions": "use tools",
+    "guided_choice": _OUTPUT_FORMAT,
+    "guided_grammar": _OUTPUT_FORMAT,
+    "guided_json": _OUTPUT_FORMAT,
+    "guided_regex": _OUTPUT_FORMAT,
+    "input": "use messages",
+    "instructions": "use system",
+    "max_completion_tokens": _LENGTH,
+    "max_output_tokens": _LENGTH,
+    "output_format": _OUTPUT_FORMAT,
+    "parallel_tool_calls": "use tool_choice.disable_parallel_tool_use",
+    "previous_response_id": f"{_NO_CONVERSATION}, or use /v1/responses",
     "prompt": "use messages",
     "reasoning_effort": "use output_config.effort",
-    "response_format": "use output_config.format",
-    "structured_outputs": "use output_config.format",
+    "response_format": _OUTPUT_FORMAT,
+    "structured_outputs": _OUTPUT_FORMAT,
+    "text": _OUTPUT_FORMAT,
     "thread": "no conversation is kept; send all messages",
+    "truncate_prompt_tokens": _NO_CUT,
 }
+
+# As `NEUTRAL`, for fields that only some endpoints reject.
+_NEUTRAL_OF_SOME: Final[Mapping[str, tuple[Any, ...]]] = {
+    "audio": ({},),
+    "best_of": (1,),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "echo": (False,),
+    # Without functions, these values choose nothing.
+    "function_call": ("auto", "none"),
+    "functions": ([],),
+    "instructions": ("",),
+    "output_config": ({},),
+    "parallel_tool_calls": (True,),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "system": ("", []),
+    "tool_choice": ("auto", "none"),
+    "tools": ([],),
+}
+
+
+def neutral(rejected: Iterable[str]) -> dict[str, tuple[Any, ...]]:
+    """Return the values with which an endpoint accepts the fields that it rejects otherwise.
+
+    `rejected`: the names of the fields. `NEUTRAL` has the values of all endpoints.
+    """
+    return {name: _NEUTRAL_OF_SOME[name] for name in rejected if name in _NEUTRAL_OF_SOME}
+
 
 OF_NVEXT: Final[Mapping[str, str]] = {
     "annotations": "responses have no annotations; use extra_fields",

@@ -317,19 +317,40 @@ def parse(model: type[M], body: bytes, ignored: IgnoredFields | None = None) -> 
         # (RFC 8259, section 8.1).
         data = orjson.loads(body.removeprefix(codecs.BOM_UTF8))
     except orjson.JSONDecodeError as exc:
-        where = f"line {exc.lineno}, column {exc.colno}"
-        hint = ""
-        if "surrogate" in exc.msg:
-            hint = "; a text was cut inside a character, such as an emoji: cut between characters"
-        raise InvalidRequest(
-            f"the request body is not valid JSON at {where}: {exc.msg.split(':')[0]}{hint}"
-        ) from exc
+        raise InvalidRequest(f"the request body {_json_fault(body, exc)}") from exc
     if not isinstance(data, dict):
         raise InvalidRequest(f"the request body must be a JSON object, not {kind_of(data)}")
     try:
         return model.model_validate(data, context=ignored)
     except ValidationError as exc:
         raise _translated(exc.errors(include_url=False)[0]) from exc
+
+
+def _json_fault(body: bytes, exc: orjson.JSONDecodeError) -> str:
+    """Return what is wrong with a body that is not JSON, as it follows "the request body"."""
+    place = _not_utf8(body)
+    if place is not None:
+        return f"is not UTF-8 at byte {place}; send JSON in UTF-8, in which no text is cut"
+    hint = ""
+    if "surrogate" in exc.msg:
+        hint = "; a text was cut inside a character, such as an emoji: cut between characters"
+    where = f"line {exc.lineno}, column {exc.colno}"
+    return f"is not valid JSON at {where}: {exc.msg.split(':')[0]}{hint}"
+
+
+def _not_utf8(body: bytes) -> int | None:
+    """Return the number of the first byte that is not of a text in UTF-8, from 1.
+
+    JSON has no zero bytes. UTF-16 has one in its first character, and some shells of Windows send
+    it. None: the body is UTF-8.
+    """
+    if b"\0" in body[:2]:
+        return body.index(b"\0") + 1
+    try:
+        body.decode()
+    except UnicodeDecodeError as exc:
+        return exc.start + 1
+    return None
 
 
 def _check_count(body: bytes) -> None:

@@ -297,6 +297,8 @@ class Reasoning(RequestModel):
 
 
 class TextFormat(RequestModel):
+    unsupported: ClassVar = rejected_fields.OF_RESPONSES_FORMATS
+
     type: Literal["text", "json_object"]
 
 
@@ -366,6 +368,8 @@ def _tool_choice(value: Any, info: ValidationInfo) -> Any:
     kind = value.get("type") if isinstance(value, dict) else None
     if not isinstance(kind, str):
         invalid(f"must be a string or an object with a type, not {kind_of(value)}")
+    if kind in ("auto", "any", "none", "required", "tool"):  # a form of Anthropic's API
+        invalid("must be 'auto', 'none', 'required', or an object that names a tool and its type")
     if kind not in (*_NAMED_TYPES, "allowed_tools"):
         reject_demanded(kind)
     choice = ResponsesAllowedTools if kind == "allowed_tools" else NamedTool
@@ -431,6 +435,7 @@ class ResponseRequest(SamplingFields):
         "truncation": ("disabled",),
         "skip_special_tokens": (True,),
         "prompt_cache_options": ({"mode": "implicit"},),
+        **rejected_fields.neutral(rejected_fields.OF_RESPONSES),
     }
     unsupported: ClassVar = {**SamplingFields.unsupported, **rejected_fields.OF_RESPONSES}
 

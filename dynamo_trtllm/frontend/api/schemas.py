@@ -25,6 +25,8 @@ MALFORMED: Final = "tools.malformed_schema"
 _TYPES: Final = frozenset({"object", "array", "string", "number", "integer", "boolean", "null"})
 # Keywords that hold schemas by name, a list of schemas, or one schema.
 _MAPS: Final = ("properties", "$defs", "definitions", "patternProperties")
+# Keywords whose values are no schemas.
+_DATA: Final = ("enum", "const", "default", "examples")
 _LISTS: Final = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLES: Final = ("items", "additionalProperties", "not", "contains", "propertyNames")
 # The place of a schema: first the place of the schema around it, then the keys that lead from there
@@ -143,6 +145,50 @@ ToolSchema = Annotated[
     ),
     BeforeValidator(check_tool_schema),
 ]
+
+
+def call_schema(name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of a call as an object with name and arguments.
+
+    Args:
+        name: the name of the function.
+        parameters: the schema of its arguments, as `check_schema` accepts it.
+    """
+    properties = {
+        "name": {"const": name},
+        "arguments": _nested(parameters, "#/properties/arguments"),
+    }
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
+def _nested(schema: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Return a copy of a schema that may stand at a place in another schema.
+
+    Its references to itself begin at the root, which is the other schema there.
+    """
+    # In a schema with a URI of its own, they would not begin at the root.
+    return {name: _moved(name, value, place) for name, value in schema.items() if name != "$id"}
+
+
+def _moved(name: str, value: Any, place: str) -> Any:
+    """Return the value of a keyword of a schema, with its references moved."""
+    if name == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
+        return place + value[1:]
+    if name in _DATA:
+        return value
+    if isinstance(value, list):
+        return [_moved("", member, place) for member in value]
+    if not isinstance(value, dict) or "$id" in value:
+        return value
+    if name in _MAPS:
+        # The names are not keywords, so a property may be named "$ref".
+        return {key: _moved("", member, place) for key, member in value.items()}
+    return {key: _moved(key, member, place) for key, member in value.items()}
 
 
 def schema_text(schema: dict[str, Any]) -> str:

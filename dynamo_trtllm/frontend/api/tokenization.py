@@ -19,7 +19,8 @@ from dynamo_trtllm.frontend.api.request_model import (
 )
 from dynamo_trtllm.frontend.api.sampling import TokenId
 
-_OWN = ("prompt", "add_special_tokens", "add_generation_prompt")  # fields that chat requests lack
+# Fields that chat requests lack, and `text`, which is the format of an answer only there.
+_OWN = ("prompt", "add_special_tokens", "add_generation_prompt", "text")
 
 
 class TokenizeRequest(ChatRequest):

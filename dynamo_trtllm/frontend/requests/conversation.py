@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import msgspec
 
@@ -20,6 +20,7 @@ from dynamo_trtllm.frontend.api.chat import (
     ToolMessage,
 )
 from dynamo_trtllm.frontend.api.sampling import ANY_OBJECT, SamplingFields
+from dynamo_trtllm.frontend.api.schemas import call_schema
 from dynamo_trtllm.frontend.requests.format_limits import check_formats
 from dynamo_trtllm.frontend.tokenization.conversation import Conversation, Message, Tool, ToolCall
 from dynamo_trtllm.frontend.tokenization.renderer import NO_FORCED_IDS
@@ -239,25 +240,27 @@ def _normalized(
 ) -> tuple[Message, ...]:
     """Return the messages as prompt formats know them.
 
-    Names of tool results are left out: they repeat the name of the called function. For templates,
-    `developer` becomes `system`, because many templates would drop `developer` messages.
+    For templates, tool results have the name of the called function, which some templates write,
+    and `developer` becomes `system`, because many templates would drop `developer` messages.
 
     Raises:
         InvalidRequest: a tool result names another function than the one that was called.
     """
-    called = {call.id: call.name for message in messages for call in message.tool_calls}
+    is_template = card.renderer == "chat_template"
+    # The names of the functions that were called so far, by the ids of the calls. Some servers use
+    # an id again in a later turn.
+    called: dict[str, str] = {}
     normalized = []
     for index, message in enumerate(messages):
+        called.update((call.id, call.name) for call in message.tool_calls)
         called_name = called.get(message.tool_call_id or "")
-        if message.role == "tool" and message.name is not None and called_name is not None:
-            if message.name != called_name:
+        if message.role == "tool" and called_name is not None:
+            if message.name not in (None, called_name):
                 field = f"{options.name('messages')}[{index}].name"
-                raise InvalidRequest(
-                    f"{field} is {message.name!r}, but the called function is {called_name!r}",
-                    field=field,
-                )
-            message = msgspec.structs.replace(message, name=None)
-        if message.role == "developer" and card.renderer == "chat_template":
+                reason = f"is {message.name!r}, but the called function is {called_name!r}"
+                raise InvalidRequest(f"{field} {reason}", field=field)
+            message = msgspec.structs.replace(message, name=called_name if is_template else None)
+        if message.role == "developer" and is_template:
             message = msgspec.structs.replace(message, role="system")
         normalized.append(message)
     return tuple(normalized)
@@ -271,7 +274,8 @@ def _drops_a_name(conversation: Conversation, served: ServedModel) -> bool:
     for each request, because agent frameworks name all messages.
     """
     for index, message in enumerate(conversation.messages):
-        if message.name is None:
+        # The name of a tool result repeats that of the called function.
+        if message.name is None or message.role == "tool":
             continue
         kind = (message.role, bool(conversation.tools))
         if kind not in served.writes_names:
@@ -563,19 +567,8 @@ def _calls_as_text(
     if opening is None:
         name = options.name("response_format")
         reject(name, served.card, "its output format cannot combine it with tool calls")
-    schemas = [json.dumps(_call_schema(tool)) for tool in tools]
+    schemas = [json.dumps(call_schema(tool.name, json.loads(_schema(tool)))) for tool in tools]
     return [OutputFormat(prefix=opening, json_schema=schema) for schema in schemas]
-
-
-def _call_schema(tool: Tool) -> dict[str, Any]:
-    """Return the schema of a call as an object with name and arguments."""
-    properties = {"name": {"const": tool.name}, "arguments": json.loads(_schema(tool))}
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(properties),
-        "additionalProperties": False,
-    }
 
 
 def _check_guidable(options: GenerationOptions, field: str, served: ServedModel) -> None:

@@ -200,6 +200,39 @@ def test_chat_template_with_tools_gives_answer_or_call(
     assert json.loads("".join(delta.text for delta in deltas)) == {"city": "Bern"}
 
 
+def test_references_of_a_tool_follow_its_schema_into_the_call(
+    make_template: TemplateModels,
+) -> None:
+    """Schemas of pydantic's models have `$defs`, and recursive ones refer to their root."""
+    parameters = {
+        "$id": "https://example.org/place",
+        "type": "object",
+        "properties": {
+            "city": {"$ref": "#/$defs/City"},
+            "near": {"type": "array", "items": {"$ref": "#"}},
+            "$ref": {"type": "string", "enum": ["#/x"], "default": {"$ref": "#/x"}},
+            "named": {"$ref": "#city"},
+        },
+        "$defs": {"City": {"$anchor": "city", "anyOf": [{"$ref": "#/$defs/Name"}]}},
+    }
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    plan = chat(make_template(tool_call_parser="hermes"), tools=[tool], response_format=FORMAT)
+    guided = plan.choices[0].request.sampling.guided
+    assert guided is not None
+    shown = json.loads(guided.alternatives[1].json_schema)["properties"]["arguments"]
+    root = "#/properties/arguments"
+    assert shown == {
+        "type": "object",
+        "properties": {
+            "city": {"$ref": f"{root}/$defs/City"},
+            "near": {"type": "array", "items": {"$ref": root}},
+            "$ref": {"type": "string", "enum": ["#/x"], "default": {"$ref": "#/x"}},
+            "named": {"$ref": "#city"},
+        },
+        "$defs": {"City": {"$anchor": "city", "anyOf": [{"$ref": f"{root}/$defs/Name"}]}},
+    }
+
+
 def test_parallel_tool_calls_false_then_one_call_at_most(harmony: ServedModel) -> None:
     assert (
         not chat(harmony, tools=[TIME], parallel_tool_calls=False)

@@ -299,6 +299,15 @@ def test_name_hidden_from_the_prompt_is_listed(harmony: ServedModel, role: str) 
     assert plan.ignored == ("name",)
 
 
+def tool_turns(call_id: str, name: str) -> list[dict[str, Any]]:
+    """Return a call and its result."""
+    call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": "{}"}}
+    return [
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": call_id, "content": "1"},
+    ]
+
+
 def test_name_of_a_tools_result_then_it_must_be_that_of_the_call(harmony: ServedModel) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "get_time", "arguments": "{}"}}
     turns: list[Any] = [
@@ -312,6 +321,31 @@ def test_name_of_a_tools_result_then_it_must_be_that_of_the_call(harmony: Served
     with pytest.raises(InvalidRequest) as refused:
         chat(harmony, messages=[*turns, result | {"name": "other"}])
     assert refused.value.field == "messages[2].name"
+
+
+def test_template_sees_the_name_of_the_called_function(make_template: TemplateModels) -> None:
+    """Some templates write the name of a tool result, and some clients do not send it."""
+    served = make_template(
+        "{% for m in messages %}{{ m.role }} {{ m.name }}: {{ m.content }}\n{% endfor %}"
+    )
+    messages = [{"role": "user", "content": "x"}, *tool_turns("c", "f"), *tool_turns("d", "g")]
+    shown = prompt(chat(served, messages=messages), served)
+    assert "tool f: 1\n" in shown
+    assert "tool g: 1\n" in shown
+    messages[2]["name"] = "f"
+    assert prompt(chat(served, messages=messages), served) == shown
+    assert chat(make_template(), messages=messages).ignored == ()
+
+
+def test_call_id_of_an_earlier_turn_then_the_latest_call_counts(harmony: ServedModel) -> None:
+    messages = [{"role": "user", "content": "x"}, *tool_turns("c", "f"), *tool_turns("c", "g")]
+    nameless = chat(harmony, messages=messages).choices[0].request.token_ids
+    messages[2]["name"] = "f"
+    messages[4]["name"] = "g"
+    assert chat(harmony, messages=messages).choices[0].request.token_ids == nameless
+    messages[2]["name"] = "g"
+    with pytest.raises(InvalidRequest, match="the called function is 'f'"):
+        chat(harmony, messages=messages)
 
 
 @pytest.mark.parametrize("field", ["chat_template_args", "chat_template_kwargs"])

@@ -11,8 +11,10 @@ import msgspec
 import pytest
 import torch
 
-from dynamo_trtllm.engines.torch.format_compiler import FormatCompiler, closed
+from dynamo_trtllm.engines.torch.closed_schemas import closed
+from dynamo_trtllm.engines.torch.format_compiler import FormatCompiler
 from dynamo_trtllm.engines.torch.grammar import GrammarMatcher
+from dynamo_trtllm.engines.torch.schema_annotations import without_annotations
 from dynamo_trtllm.protocol.errors import RequestRejected
 from dynamo_trtllm.protocol.messages import OutputFormat, StructuredOutput, token_ids
 from tests.kit.cases import each_case
@@ -317,6 +319,68 @@ def test_schema_with_properties_allows_no_others(schema: Any, is_closed: bool) -
     inner = closed({"items": schema, "anyOf": [schema], "$defs": {"x": schema}})
     for place in (inner["items"], inner["anyOf"][0], inner["$defs"]["x"]):
         assert (place.get("additionalProperties") is False) == is_closed
+
+
+A = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+B = {"type": "object", "properties": {"b": {"const": 2}}, "required": ["b"]}
+BASE = {"$defs": {"Base/~A": A}}
+TO_BASE = {"$ref": "#/$defs/Base~1~0A"}
+
+
+@each_case(
+    "schema",
+    [
+        {"allOf": [TO_BASE, B], **BASE},
+        {**TO_BASE, **B, **BASE},
+        {"allOf": [{"allOf": [TO_BASE]}, B], **BASE},
+        {**A, "anyOf": [B, {"properties": {"c": {}}, "required": ["c", "b"]}]},
+        {**A, "oneOf": [{"$ref": "#/$defs/B"}], "$defs": {"B": {"$ref": "#/$defs/C"}, "C": B}},
+        {"allOf": [{"$ref": "#/$defs/X/anyOf/0"}, B], "$defs": {"X": {"anyOf": [A]}}},
+        {"$ref": "#/$defs/Both", "$defs": {"Both": {"allOf": [{"$ref": "#/$defs/A"}, B]}, "A": A}},
+    ],
+)
+def test_properties_of_several_schemas_are_combined(
+    compiler: FormatCompiler, schema: dict[str, Any]
+) -> None:
+    """A closed part would forbid the properties of the other parts."""
+    matcher = matcher_of(compiler, guided(schema), STOPS)
+    for token_id in b'{"a":1,"b":2':
+        assert token_id in allowed(matcher)
+        matcher.accept_token(token_id)
+
+
+def test_definition_is_closed_unless_it_is_a_part() -> None:
+    both = closed({"properties": {"x": TO_BASE, "y": {"allOf": [TO_BASE, B]}}, **BASE})
+    assert both["$defs"]["Base/~A"] == A
+    for alone in ({"description": "x", **TO_BASE}, {"description": "x", "allOf": [TO_BASE]}):
+        definitions = closed({"properties": {"x": alone}, **BASE})["$defs"]
+        assert definitions["Base/~A"] == {**A, "additionalProperties": False}
+    for reference in ("#/$defs/none", "#/$defs/Base~1~0A/type/x", "#", "#name", "#/allOf/9", 7):
+        assert closed({"$ref": reference, "properties": {}, "allOf": [{}]})
+
+
+@each_case(
+    "schema",
+    [
+        {"type": "string", "format": "path"},
+        {"type": ["string", "null"], "format": "password", "maxLength": 5},
+        {"allOf": [{"type": "string", "format": "int32"}]},
+        {"type": "object", "properties": {"format": {"type": "string", "format": "byte"}}},
+        {"type": "array", "items": {"format": "binary"}, "uniqueItems": False},
+        {"$ref": "#/x/format", "x": {"format": {"type": "string", "format": "uri-reference"}}},
+    ],
+)
+def test_annotation_has_no_effect(compiler: FormatCompiler, schema: dict[str, Any]) -> None:
+    assert allowed(matcher_of(compiler, guided(schema), STOPS))
+
+
+def test_known_format_and_data_stay_as_they_are() -> None:
+    data = {"enum": [{"format": "path"}], "default": {"format": "path", "uniqueItems": False}}
+    schema = {"type": "string", "format": "date", **data}
+    assert without_annotations({"properties": {"format": schema}, "uniqueItems": True}) == {
+        "properties": {"format": schema},
+        "uniqueItems": True,
+    }
 
 
 @each_case("seed", range(10))

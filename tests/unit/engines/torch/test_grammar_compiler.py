@@ -152,6 +152,14 @@ async def test_failed_trial_is_an_error_of_its_request_only(tokenizer: Path) -> 
         assert compiler._trials._child is process  # only the trials ended
 
 
+async def test_format_that_no_output_follows_is_not_called_complex(tokenizer: Path) -> None:
+    endless = OutputFormat(json_schema='{"$ref": "#"}')
+    async with running(tokenizer) as (compiler, _):
+        for wanted in (regex(r"[^\s\S]"), StructuredOutput(alternatives=(endless,))):
+            with pytest.raises(RequestRejected, match="no output that ends follows it"):
+                await compiler.compile(wanted, (END,))
+
+
 async def test_trial_is_not_delayed_by_a_hanging_one(tokenizer: Path) -> None:
     async with running(tokenizer) as (compiler, pid_file):
         clients = [asyncio.create_task(compiler.compile(regex("hang"), (END,))) for _ in range(2)]

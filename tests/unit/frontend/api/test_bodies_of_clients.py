@@ -15,6 +15,7 @@ from dynamo_trtllm.frontend.api.request_model import M, parse
 from dynamo_trtllm.frontend.api.responses import ResponseRequest
 from dynamo_trtllm.frontend.api.unknown_fields import collector
 from dynamo_trtllm.protocol.errors import InvalidRequest, UnsupportedParameter
+from tests.kit.cases import each_case
 
 USER = {"role": "user", "content": "x"}
 
@@ -217,6 +218,19 @@ def test_text_cut_inside_a_character_is_named() -> None:
     body = b'{"model":"m","messages":[{"role":"user","content":"a\\ud83d"}]}'
     with pytest.raises(InvalidRequest, match="cut inside a character"):
         parse(ChatRequest, body)
+
+
+@each_case(
+    ("encoding", "place"),
+    [("latin-1", 55), ("cp1252", 55), ("utf-16", 1), ("utf-16-le", 2), ("utf-16-be", 1)],
+)
+def test_body_in_another_encoding_is_named(encoding: str, place: int) -> None:
+    """PowerShell sends Latin-1 by default, and its files are in UTF-16."""
+    body = '{"model":"m","messages":[{"role":"user","content":"caf\xe9"}]}'
+    with pytest.raises(InvalidRequest, match=rf"is not UTF-8 at byte {place}; send JSON in UTF-8"):
+        parse(ChatRequest, body.encode(encoding))
+    with pytest.raises(InvalidRequest, match="is not UTF-8"):
+        parse(ChatRequest, body.encode()[:55])  # cut inside the last character
 
 
 @pytest.mark.parametrize("budget", [8000, 0, -1])

@@ -187,7 +187,7 @@ def test_unknown_field_then_no_unlike_name_is_offered(name: str) -> None:
         chat(**{name: 1})
 
 
-@each_case("body", [b"", b"{", b'{"a":}', b'{"a":NaN}', b'"\xff"', b"[" * 5000])
+@each_case("body", [b"", b"{", b'{"a":}', b'{"a":NaN}', b"[" * 5000])
 def test_body_that_is_no_json_then_the_position_is_named(body: bytes) -> None:
     with pytest.raises(InvalidRequest, match=r"not valid JSON at line \d+, column \d+"):
         parse(ChatRequest, body)

@@ -1,0 +1,142 @@
+"""Close the objects of a JSON Schema, so that a model adds no properties that it does not name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple
+from urllib.parse import unquote
+
+# Keywords whose value is an object with schemas by name.
+_NAMED_SCHEMAS: Final = (
+    "properties",
+    "patternProperties",
+    "$defs",
+    "definitions",
+    "dependentSchemas",
+)
+# Keywords whose value is a list of schemas for the same object. One of them is used.
+_ALTERNATIVES: Final = ("anyOf", "oneOf")
+# Keywords that say which properties an object may have besides those in `properties`.
+_OTHER_PROPERTIES: Final = (
+    "additionalProperties",
+    "unevaluatedProperties",
+    "patternProperties",
+    "allOf",
+    "$ref",
+)
+# Keywords that name properties. A schema with several of them combines their properties.
+_PROPERTY_SOURCES: Final = (
+    "properties",
+    "patternProperties",
+    "allOf",
+    "$ref",
+    *_ALTERNATIVES,
+)
+_INDEX_DIGITS: Final = 6  # digits of the largest index in a list of schemas
+
+
+def closed(schema: Any) -> Any:
+    """Return a schema whose objects have only the properties that it names.
+
+    Without this rule, a model may add properties until it reaches max_tokens. XGrammar, which vLLM
+    and TensorRT-LLM use, has the same rule by default (`strict_mode`).
+
+    An object may have other properties if its schema says which. Schemas that name only a part of
+    the properties of an object stay open, and so does the object: the schemas within `allOf`, the
+    alternatives beside other properties, and what such schemas refer to.
+    """
+    return _closed(schema, _parts(schema), is_part=False)
+
+
+def _closed(schema: Any, parts: set[int], *, is_part: bool) -> Any:
+    """Return a closed copy of a schema.
+
+    Args:
+        schema: the schema.
+        parts: see `_parts`.
+        is_part: the schema names only a part of the properties of an object.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    is_part = is_part or id(schema) in parts
+    result = dict(schema)
+    for keyword in _NAMED_SCHEMAS:
+        named = schema.get(keyword)
+        if isinstance(named, dict):
+            result[keyword] = {
+                name: _closed(member, parts, is_part=False) for name, member in named.items()
+            }
+    for keyword in (*_ALTERNATIVES, "prefixItems"):
+        listed = schema.get(keyword)
+        if isinstance(listed, list):
+            are_parts = keyword in _ALTERNATIVES and (is_part or _combines(schema))
+            result[keyword] = [_closed(member, parts, is_part=are_parts) for member in listed]
+    if isinstance(schema.get("items"), dict):
+        result["items"] = _closed(schema["items"], parts, is_part=False)
+    is_composed = any(keyword in schema for keyword in (*_ALTERNATIVES, "if"))
+    allows_others = any(keyword in schema for keyword in _OTHER_PROPERTIES)
+    if "properties" in schema and not (is_part or is_composed or allows_others):
+        result["additionalProperties"] = False
+    return result
+
+
+def _combines(schema: dict[str, Any]) -> bool:
+    """Return whether a schema combines the properties of several schemas."""
+    return sum(keyword in schema for keyword in _PROPERTY_SOURCES) > 1
+
+
+class _Visit(NamedTuple):
+    """A schema to look at, and whether it names only a part of the properties of an object."""
+
+    schema: Any
+    is_part: bool
+
+
+def _parts(root: Any) -> set[int]:
+    """Return the identities of the schemas that are referred to as parts of others."""
+    parts: set[int] = set()
+    pending = [_Visit(root, is_part=False)]
+    while pending:
+        schema, is_part = pending.pop()
+        if not isinstance(schema, dict):
+            continue
+        is_part = is_part or _combines(schema)
+        target = _target(root, schema.get("$ref")) if is_part else None
+        if isinstance(target, dict) and id(target) not in parts:
+            parts.add(id(target))
+            pending.append(_Visit(target, is_part=True))
+        pending += _members(schema, is_part=is_part)
+    return parts
+
+
+def _members(schema: dict[str, Any], *, is_part: bool) -> Iterator[_Visit]:
+    """Yield the schemas within a schema. `is_part`: those for the same object are parts."""
+    for keyword, value in schema.items():
+        if keyword in _NAMED_SCHEMAS and isinstance(value, dict):
+            yield from (_Visit(member, is_part=False) for member in value.values())
+        elif keyword == "allOf" and isinstance(value, list):
+            # pydantic 1 writes a reference as the only schema of `allOf`, beside a description.
+            yield from (_Visit(member, is_part=is_part or len(value) > 1) for member in value)
+        elif keyword in _ALTERNATIVES and isinstance(value, list):
+            yield from (_Visit(member, is_part=is_part) for member in value)
+        elif keyword in ("items", "prefixItems") and isinstance(value, list):
+            yield from (_Visit(member, is_part=False) for member in value)
+        elif keyword in ("items", "additionalProperties", "contains"):
+            yield _Visit(value, is_part=False)
+
+
+def _target(root: Any, reference: Any) -> Any:
+    """Return the schema that a reference `#/…` means. None: there is none."""
+    if not isinstance(reference, str) or reference[:1] != "#":
+        return None
+    target = root
+    for step in unquote(reference[1:]).split("/")[1:]:
+        name = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(target, dict):
+            target = target.get(name)
+        elif isinstance(target, list) and name.isdecimal() and len(name) <= _INDEX_DIGITS:
+            # zod refers to alternatives by their indices.
+            target = target[int(name)] if int(name) < len(target) else None
+        else:
+            return None
+    return target

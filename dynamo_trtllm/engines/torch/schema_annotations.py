@@ -1,0 +1,59 @@
+"""Leave out what has no effect in a JSON Schema, but is rejected by llguidance."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+# The formats of texts that llguidance enforces.
+_FORMATS: Final = frozenset(
+    {
+        "date",
+        "date-time",
+        "duration",
+        "email",
+        "hostname",
+        "ipv4",
+        "ipv6",
+        "time",
+        "uri",
+        "uuid",
+    }
+)
+# Keywords whose value is an object with schemas by name.
+_NAMED_SCHEMAS: Final = (
+    "properties",
+    "patternProperties",
+    "$defs",
+    "definitions",
+    "dependentSchemas",
+)
+_DATA: Final = ("const", "default", "enum", "examples")  # keywords whose values are no schemas
+
+
+def without_annotations(schema: Any) -> Any:
+    """Return a copy of a schema without the keywords that have no effect.
+
+    A format is a hint unless a program knows it. Generators of schemas write formats of their own:
+    "path" and "password" are pydantic's, "int32" and "byte" are OpenAPI's.
+    """
+    if isinstance(schema, list):
+        return [without_annotations(member) for member in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept: dict[str, Any] = {}
+    for keyword, value in schema.items():
+        if keyword in _DATA:
+            kept[keyword] = value
+        elif keyword in _NAMED_SCHEMAS and isinstance(value, dict):
+            kept[keyword] = {name: without_annotations(member) for name, member in value.items()}
+        elif not _has_no_effect(keyword, value):
+            kept[keyword] = without_annotations(value)
+    return kept
+
+
+def _has_no_effect(keyword: str, value: Any) -> bool:
+    if keyword == "format":
+        return isinstance(value, str) and value not in _FORMATS
+    return (keyword == "uniqueItems" and value is False) or (
+        keyword == "unevaluatedProperties" and value is True
+    )
