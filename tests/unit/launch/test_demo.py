@@ -171,7 +171,7 @@ def test_summary_shows_address_models_and_workers(monkeypatch: pytest.MonkeyPatc
     ("environment", "shown"),
     [("clone/.venv", ".venv/bin/activate"), ("my env", "'{}/my env/bin/activate'")],
 )
-def test_summary_of_an_inactive_environment_says_how_to_activate_it(
+def test_summary_of_an_inactive_environment_activates_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, environment: str, shown: str
 ) -> None:
     (tmp_path / "clone").mkdir()
