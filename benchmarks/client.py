@@ -68,8 +68,9 @@ def choose_model(url: str, wanted: str | None) -> tuple[str, int | None]:
     except ConfigError as exc:
         raise SystemExit(exc.message) from exc
     except OSError as exc:
+        reason = getattr(exc, "reason", exc)  # URLError wraps the error of the socket
         raise SystemExit(
-            f"No server answers at {url} ({exc}). Start a deployment or pass --url."
+            f"No server answers at {url} ({reason}). Start a deployment or pass --url."
         ) from exc
     names = ", ".join(models) or "none"
     if wanted is None and len(models) != 1:

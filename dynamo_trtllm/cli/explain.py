@@ -190,7 +190,9 @@ def timeline(request: RequestRecording) -> str:
 
 
 def _latest(requests: Sequence[RequestRecording]) -> str:
-    """Return a table of the latest requests."""
+    """Return a table of the latest requests, or that there are none."""
+    if not requests:
+        return f"no request was recorded yet; send one, for example with '{CONSOLE} chat'\n"
     latest = sorted(requests, key=lambda request: request.began_epoch_ns)[-_MAX_SHOWN:]
     rows = [("request", "began", "processes", "outcome")]
     for request in latest:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -13,7 +12,7 @@ import yaml
 
 from dynamo_trtllm.cli.output_files import check_writable, make_folder, write_text
 from dynamo_trtllm.cli.plan_chart import goodput_chart
-from dynamo_trtllm.cli.simulate import slos
+from dynamo_trtllm.cli.simulate import json_text, slos
 from dynamo_trtllm.config.commands import PlanConfig
 from dynamo_trtllm.config.deployment import checked_deployment
 from dynamo_trtllm.config.load import command
@@ -53,7 +52,7 @@ def main(config: PlanConfig) -> None:
     chosen = best([cell for cell in cells if cell.rate == config.rate], config.decide_by)
     # The figures are written first, so that they are not lost if a file can't be written.
     if config.json_output:
-        sys.stdout.write(json.dumps(_report(cells, chosen, comparison, config), indent=2) + "\n")
+        sys.stdout.write(json_text(_report(cells, chosen, comparison, config)))
     else:
         sys.stdout.write(_heading(comparison, shape, config))
         sys.stdout.write(format_table(list(_rows(cells))))

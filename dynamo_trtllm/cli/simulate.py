@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import math
 import sys
 from collections.abc import Mapping
 from typing import Any
+
+import msgspec
 
 from dynamo_trtllm.config.commands import SimulateConfig
 from dynamo_trtllm.config.deployment import load_deployment
@@ -28,9 +30,14 @@ def main(config: SimulateConfig) -> None:
     outcome = run(config)
     figures = outcome.figures() | {"goodput": goodput(outcome, config)}
     if config.json_output:
-        sys.stdout.write(json.dumps(figures, indent=2) + "\n")
+        sys.stdout.write(json_text(figures))
     else:
         sys.stdout.write(_text(figures, config))
+
+
+def json_text(figures: Mapping[str, Any]) -> str:
+    """Return figures as JSON. A figure without a value, such as that of no request, is null."""
+    return msgspec.json.format(msgspec.json.encode(figures), indent=2).decode() + "\n"
 
 
 def run(config: SimulateConfig) -> Outcome:
@@ -101,7 +108,7 @@ def _text(figures: Mapping[str, Any], config: SimulateConfig) -> str:
         ("worst_gap_ms", "worst gap"),
     ):
         values = figures[name]
-        rows.append((title, *(f"{values[quantile]:.1f}" for quantile in QUANTILES)))
+        rows.append((title, *(_milliseconds(values[quantile]) for quantile in QUANTILES)))
     lines.append(format_table(rows))
     limits = {
         "mean-gap": f"mean gap {config.mean_gap_ms:g} ms",
@@ -116,6 +123,11 @@ def _text(figures: Mapping[str, Any], config: SimulateConfig) -> str:
     if figures["is_saturated"]:
         lines.append("saturated: waits for first tokens grew until the end, the load is too high\n")
     return "".join(lines)
+
+
+def _milliseconds(value: float) -> str:
+    """Return a time as text; "-" if no request was completed."""
+    return "-" if math.isnan(value) else f"{value:.1f}"
 
 
 if __name__ == "__main__":

@@ -488,6 +488,9 @@ class CompletionConfig(Config):
       %(prog)s bash > ~/.local/share/bash-completion/completions/dynamo-trtllm
       %(prog)s zsh > ~/.zfunc/_dynamo-trtllm
       %(prog)s fish > ~/.config/fish/completions/dynamo-trtllm.fish
+    New shells then complete commands and flags. Make the folder first if it does not exist, with
+    mkdir -p. For zsh, $fpath must have it before compinit. For this bash alone:
+    source <(dynamo-trtllm completion bash)
     """
 
     shell: Literal["bash", "zsh", "fish"] = option(

@@ -65,7 +65,10 @@ def reject_unknown(
     word = unknown[0]
     if not word.startswith("-"):
         if positional is not None:
-            raise ConfigError(f"{word!r} is a second {positional.names[0]}; give only one")
+            name = positional.names[0]
+            raise ConfigError(
+                f"{word!r} is a second {name}; give only one, in quotes if it has blanks"
+            )
         hint = "every setting is a flag, see --help"
         if "model_path" in model.model_fields:
             hint = f"if it is the model, type --model-path {word}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
+import shutil
 import ssl
 import sys
 import urllib.parse
@@ -260,6 +262,19 @@ def _name_rows(record: LaunchRecord) -> list[tuple[str, str]]:
     return [("name", record.name)] if record.name != record.namespace else []
 
 
+def _shell_rows() -> list[tuple[str, str]]:
+    """Return how a new shell finds the commands of the panel, if this process does not find them.
+
+    `scripts/demo` starts the program of an environment that no shell has activated.
+    """
+    script = Path(sys.prefix, "bin", "activate")
+    if shutil.which(CONSOLE) is not None or not script.is_file():
+        return []
+    here = Path.cwd()
+    shown = script.relative_to(here) if script.is_relative_to(here) else script
+    return [("shell", f"source {shlex.quote(str(shown))}   # once in each terminal")]
+
+
 def _summary(specs: Sequence[ProcessSpec], url: str | None) -> list[tuple[str, str]]:
     """Return what a user needs to know of a ready deployment, as subjects and texts."""
     workers = [spec for spec in specs if spec.worker is not None]
@@ -279,6 +294,7 @@ def _summary(specs: Sequence[ProcessSpec], url: str | None) -> list[tuple[str, s
     return [
         ("URL", f"{url}/v1"),
         *rows,
+        *_shell_rows(),
         ("chat", f"{CONSOLE} chat --url {url}"),
         ("curl", f"curl {url}/v1/models{header}"),
         ("logs", f"{CONSOLE} logs --follow"),

@@ -73,6 +73,9 @@ _MAX_ID_CHARS: Final = 256  # peers of a worker may send longer request ids
 _UNSAFE_NAME = re.compile(r"[^\w-]", re.ASCII)
 _UNIQUE_PART = re.compile(r"[0-9a-f]{16}")  # the unique part of a request id
 _CHOICE_INDEX = re.compile(r"[0-9]+")
+# Calls that no client asked for: a frontend checks a worker, or an engine warms up. The whole id is
+# matched, because the id of a client's request begins with text that the client chose.
+_OF_NO_CLIENT = re.compile(r"(?:probe|warm-up)-[0-9]{1,15}")
 
 
 class RecordedEvent(IntEnum):
@@ -353,8 +356,7 @@ def request_key(request_id: str) -> tuple[int, int]:
     An id that a frontend has made ends with 16 unique hexadecimal digits. If the request has
     several choices, `-` and the index of the choice follow.
     """
-    if request_id.startswith("probe-"):
-        # Frontends send these calls to check workers. They are not recorded.
+    if _OF_NO_CLIENT.fullmatch(request_id):
         return 0, 0
     head, _, tail = request_id.rpartition("-")
     if len(tail) == 16:

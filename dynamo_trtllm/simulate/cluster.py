@@ -137,7 +137,12 @@ async def _simulate(
             requests = await cluster.run(arrivals)
         else:
             requests = await cluster.run_closed_loop(arrivals, concurrency)
-        return Outcome(requests, deployment.num_gpus, cluster.num_share_changes)
+        return Outcome(
+            requests,
+            deployment.num_gpus,
+            cluster.num_share_changes,
+            is_closed_loop=concurrency is not None,
+        )
 
 
 class SimulatedCluster:

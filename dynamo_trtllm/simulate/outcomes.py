@@ -104,14 +104,21 @@ class Outcome:
         requests: the requests in the order of their arrival.
         num_gpus: number of GPUs of all workers.
         num_share_changes: how often a planner has changed shares.
+        is_closed_loop: a request arrived when another one ended.
     """
 
     def __init__(
-        self, requests: Sequence[SimulatedRequest], num_gpus: int, num_share_changes: int = 0
+        self,
+        requests: Sequence[SimulatedRequest],
+        num_gpus: int,
+        num_share_changes: int = 0,
+        *,
+        is_closed_loop: bool = False,
     ) -> None:
         self.requests = requests
         self.num_gpus = num_gpus
         self.num_share_changes = num_share_changes
+        self.is_closed_loop = is_closed_loop
         self.completed = [request for request in requests if request.is_ok]
 
     @property
@@ -126,11 +133,15 @@ class Outcome:
         return max(ends, default=0.0) - self.requests[0].arrived_s
 
     @property
-    def offered_rate(self) -> float:
+    def rate(self) -> float:
         """Return how many requests arrived per second."""
         first_s = self.requests[0].arrived_s
         span_s = self.requests[-1].arrived_s - first_s
-        return (len(self.requests) - 1) / span_s if span_s else math.inf
+        if span_s and not self.is_closed_loop:
+            return (len(self.requests) - 1) / span_s
+        # The times of arrival say nothing of the rate: in a closed loop, the first requests arrive
+        # at once, and none arrives while the last ones run.
+        return len(self.requests) / self.seconds if self.completed else 0.0
 
     @property
     def output_tokens_per_s(self) -> float:
@@ -154,7 +165,7 @@ class Outcome:
 
     def goodput_per_gpu(self, slo: Slo) -> float:
         """Return how many requests per second and GPU kept the limits."""
-        return self.attainment(slo) * self.offered_rate / self.num_gpus
+        return self.attainment(slo) * self.rate / self.num_gpus
 
     def figures(self) -> dict[str, Any]:
         """Return the figures of all requests, for tables and JSON."""

@@ -16,9 +16,11 @@ import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.vllm import compilation
-from dynamo_trtllm.engines.warm_up import WarmUp, WarmUpStep, variants
+from dynamo_trtllm.engines.warm_up import WarmUp, WarmUpStep, run_requests, variants
+from dynamo_trtllm.observability.recorder import RECORDER
+from dynamo_trtllm.observability.recordings import Recordings
 from dynamo_trtllm.protocol.errors import RequestRejected
-from dynamo_trtllm.protocol.messages import Role
+from dynamo_trtllm.protocol.messages import Role, Sampling
 from dynamo_trtllm.testing.engine_requests import check_nothing_left, started
 from tests.kit.engines import make, vllm_args
 from tests.kit.fake_packages import RELEASES, fake_tensorrt_llm, fake_vllm
@@ -101,6 +103,20 @@ async def test_torch_start_reads_the_tokenizer_for_formats(
     with caplog.at_level(logging.INFO):
         async with started(engine):
             assert "loaded the tokenizer for guided decoding" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["mock", "torch"])
+async def test_warm_up_is_not_recorded_as_a_request(
+    kind: str, gpt_oss: Path, memory_path: Path
+) -> None:
+    RECORDER.start(memory_path, namespace="dynamo", kind="decode")
+    try:
+        engine = make(kind, gpt_oss, Role.AGGREGATED)
+        async with started(engine):
+            await run_requests(engine, "tiny", Sampling(max_tokens=2), 2)
+    finally:
+        RECORDER.stop()
+    assert Recordings.read(memory_path).requests == {}
 
 
 @pytest.mark.parametrize("version", RELEASES)

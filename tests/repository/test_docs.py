@@ -128,6 +128,7 @@ GUIDES_ADVICE = {
         "expected format",
         "`CUDA_VISIBLE_DEVICES` does not fit",
         "other processes use the GPUs",
+        "Another process uses port 8000",
     ),
     "Workers do not connect": (
         "etcd or NATS does not run",
@@ -140,7 +141,6 @@ GUIDES_ADVICE = {
         "one line per request",
         "`max_batch_size` is larger",
         "chunked prefill",
-        "Another process uses port 8000",
     ),
     "Containers": ("Container Toolkit", "restart the daemon", "the disk is full"),
     "Repetition, or an answer that does not stop": ('`"top_p": 1`',),

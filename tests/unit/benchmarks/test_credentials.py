@@ -11,6 +11,7 @@ import pytest
 from benchmarks.client import choose_model
 from benchmarks.credentials import VARIABLE
 from benchmarks.load_client import Client, Load
+from dynamo_trtllm.support.network.addresses import free_ports
 
 _UNAUTHORIZED = b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
@@ -59,3 +60,9 @@ async def test_unknown_key_ends_with_the_name_of_its_variable(
         with pytest.raises(SystemExit, match=f"Set {VARIABLE}"):
             await asyncio.to_thread(choose_model, url, None)
     assert b"Bearer revoked-key" in heads[0]
+
+
+def test_without_a_server_the_error_is_that_of_the_socket() -> None:
+    url = f"http://127.0.0.1:{free_ports(1)}"
+    with pytest.raises(SystemExit, match=r"No server answers at .* \(\[Errno 111\] Connection"):
+        choose_model(url, None)

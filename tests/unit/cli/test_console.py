@@ -286,12 +286,20 @@ def test_table_has_a_function_for_every_command() -> None:
                 " dynamo-trtllm"
             ),
         ),
-        ("chat a b", "dynamo-trtllm chat: 'b' is a second QUESTION; give only one\n"),
+        (
+            "chat a b",
+            "dynamo-trtllm chat: 'b' is a second QUESTION; give only one, in quotes if it has"
+            " blanks\n",
+        ),
         (
             "worker --help=xyzzy",
             "dynamo-trtllm worker: no flag of dynamo-trtllm worker contains 'xyzzy'; see --help\n",
         ),
-        ("demo a b", "dynamo-trtllm demo: 'b' is a second DEPLOYMENT; give only one\n"),
+        (
+            "demo a b",
+            "dynamo-trtllm demo: 'b' is a second DEPLOYMENT; give only one, in quotes if it has"
+            " blanks\n",
+        ),
         (
             f"launch {300 * 'a'}",
             f"dynamo-trtllm launch: {300 * 'a'}: can't be read: File name too long\n",

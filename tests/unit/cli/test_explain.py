@@ -437,6 +437,10 @@ def test_requests_of_an_earlier_boot_come_first() -> None:
     assert timestamps == [0, pytest.approx(86_340_000, abs=1000)]
 
 
+def test_latest_requests_of_an_idle_deployment_are_a_sentence() -> None:
+    assert explain._latest([]).startswith("no request was recorded yet; send one")
+
+
 def test_timeline_shows_costs_of_placement() -> None:
     recording = process(
         "frontend",

@@ -81,6 +81,24 @@ def test_simulate_prints_json(run: Callable[[str], str]) -> None:
 
 
 @pytest.mark.parametrize(
+    "load", ["--trace one.jsonl", "--shape 1000/20 --concurrency 8 --requests 8"]
+)
+def test_requests_that_arrive_at_once_have_a_rate(
+    run: Callable[[str], str], tmp_path: Path, load: str
+) -> None:
+    (tmp_path / "one.jsonl").write_text(
+        '{"timestamp": 0, "input_length": 68, "output_length": 6, "hash_ids": [0]}\n'
+    )
+    command = f"simulate deployment.yaml --gpu h200 {load}"
+    assert "inf requests/s" not in run(command)
+    figures = json.loads(run(f"{command} --json"), parse_constant=pytest.fail)
+    goodput = figures["goodput"]["worst-gap"]
+    assert goodput["attainment"] == 1
+    per_s = figures["requests"] / figures["seconds"]
+    assert goodput["good_requests_per_s_per_gpu"] == pytest.approx(per_s)
+
+
+@pytest.mark.parametrize(
     ("line", "problem"),
     [
         ("simulate deployment.yaml --gpu h200", "give --trace or --shape"),

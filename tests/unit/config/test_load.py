@@ -262,6 +262,7 @@ def test_load_wrong_flag_gives_one_line(line, wanted):
             "--deployment a.yaml",
             "DEPLOYMENT is the first argument: type the value without --deployment",
         ),
+        (FrontendConfig, "-i", "unknown flag -i; use dynamo-trtllm chat"),
         (FrontendConfig, "--xyzzy", "unknown flag --xyzzy; see --help"),
         (LaunchConfig, "serve tiny --tp 2", "dynamo-trtllm launch DEPLOYMENT.yaml --model tiny"),
         (LaunchConfig, "a.yaml b.yaml", "'b.yaml' is a second DEPLOYMENT"),

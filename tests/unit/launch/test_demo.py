@@ -141,7 +141,8 @@ async def test_demo_prints_a_key_only_if_others_can_connect(
             await main.run(deployment, log_format="text")  # only a demo makes a key
 
 
-def test_summary_shows_address_models_and_workers() -> None:
+def test_summary_shows_address_models_and_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(main.shutil, "which", lambda name: f"/usr/bin/{name}")
     data = {
         "workers": [
             {
@@ -164,6 +165,28 @@ def test_summary_shows_address_models_and_workers() -> None:
         ("logs", "dynamo-trtllm logs --follow"),
         ("API", "http://localhost:80/docs"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("environment", "shown"),
+    [("clone/.venv", ".venv/bin/activate"), ("my env", "'{}/my env/bin/activate'")],
+)
+def test_summary_of_an_inactive_environment_activates_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, environment: str, shown: str
+) -> None:
+    (tmp_path / "clone").mkdir()
+    monkeypatch.chdir(tmp_path / "clone")
+    folder = tmp_path / environment
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "activate").touch()
+    monkeypatch.setattr(main.sys, "prefix", str(folder))
+    monkeypatch.setattr(main.shutil, "which", lambda _: None)
+    workers = [{"name": "a", "disaggregation_mode": "prefill_and_decode", "flags": {"model": "m"}}]
+    specs = processes(checked_deployment({"workers": workers}, "d"))
+    rows = main._summary(specs, "http://localhost:80")
+    names = [name for name, _ in rows]
+    assert names.index("shell") < names.index("chat")
+    assert dict(rows)["shell"].startswith(f"source {shown.format(tmp_path)} ")
 
 
 def test_summary_has_the_key_in_its_curl_command() -> None:

@@ -327,12 +327,25 @@ def test_stream_when_it_progresses_then_the_tick_records_it_once(memory_path: Pa
     ]
 
 
+def test_calls_that_no_client_asked_for_are_not_recorded(memory_path: Path) -> None:
+    def act(recorder: Recorder) -> None:
+        recorder.record("probe-1", RecordedEvent.CALL_RECEIVED)
+        recorder.record("warm-up-0", RecordedEvent.STARTED_IN_ENGINE)
+        # A client's own id may begin with the same words.
+        recorder.record(f"probe-7-{UNIQUE}", RecordedEvent.RECEIVED, id_hash("probe-7"))
+        recorder.record("warm-up-1-" + "f" * 16, RecordedEvent.RECEIVED)
+
+    recording(memory_path, act)
+    found = Recordings.read(memory_path)
+    assert sorted(found.requests) == [KEY, 0xFFFFFFFFFFFFFFFF]
+    assert [request.key for request in found.find("probe-7")] == [KEY]
+
+
 def test_find_when_any_of_its_ids_is_given_then_the_request(memory_path: Path) -> None:
     def act(recorder: Recorder) -> None:
         recorder.record(f"job 7-{UNIQUE}", RecordedEvent.RECEIVED, id_hash("job 7"))
         recorder.record(f"{UNIQUE}-3", RecordedEvent.CALL_RECEIVED)
         recorder.record("f" * 16, RecordedEvent.RECEIVED)
-        recorder.record("probe-1", RecordedEvent.CALL_RECEIVED)
 
     recording(memory_path, act)
     found = Recordings.read(memory_path)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import msgspec
 import pytest
 
+from dynamo_trtllm.cli.simulate import json_text
 from dynamo_trtllm.config.deployment import checked_deployment
 from dynamo_trtllm.launch.plan import processes
 from dynamo_trtllm.protocol.errors import ConfigError
@@ -119,3 +121,10 @@ def test_limits_hold_for_complete_answers_only() -> None:
     assert not Slo(ttft_s=math.inf).is_met(failed)
     outcome = Outcome([good, failed], num_gpus=2)
     assert outcome.attainment(Slo()) == 0.5
+
+
+def test_load_without_an_answer_has_no_times_and_no_goodput() -> None:
+    outcome = Outcome([SimulatedRequest(0.0, 10, error="overloaded")], num_gpus=2)
+    assert outcome.goodput_per_gpu(Slo()) == 0
+    figures = json.loads(json_text(outcome.figures()), parse_constant=pytest.fail)
+    assert figures["ttft_ms"] == {"p50": None, "p90": None, "p99": None}
