@@ -38,6 +38,26 @@ if os.getppid() == int(sys.argv[1]):
 """
 
 
+def module_command(module: str, *argv: str) -> list[str]:
+    """Return the command line that runs a Python module in another process.
+
+    `python -m` searches the working folder before the libraries. So a file such as `token.py`
+    there, which may belong to another user, would run in place of the module of that name. The
+    other process searches the working folder only if this process does.
+    """
+    options = [] if _searches_working_folder() else ["-P"]
+    return [sys.executable, *options, "-m", module, *argv]
+
+
+def _searches_working_folder() -> bool:
+    try:
+        folder = os.getcwd()
+    except FileNotFoundError:
+        # The folder was deleted.
+        return False
+    return folder in (os.path.abspath(path) for path in sys.path)
+
+
 def spawn(
     argv: Sequence[str], *, env: Mapping[str, str] | None = None, **streams: int | IO[bytes]
 ) -> subprocess.Popen[bytes]:

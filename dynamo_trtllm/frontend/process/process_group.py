@@ -29,7 +29,14 @@ from dynamo_trtllm.observability.metrics_aggregator import MetricsAggregator
 from dynamo_trtllm.observability.outputs import OUTPUTS
 from dynamo_trtllm.protocol.errors import ConfigError, DeadlineExceeded, Disconnected
 from dynamo_trtllm.support.network.listening import bind, listen
-from dynamo_trtllm.support.subprocesses import Child, RunFailed, Supervisor, describe, spawn
+from dynamo_trtllm.support.subprocesses import (
+    Child,
+    RunFailed,
+    Supervisor,
+    describe,
+    module_command,
+    spawn,
+)
 
 _MODULE = "dynamo_trtllm.frontend.process.main"
 # Time from SIGTERM to SIGKILL. A process waits 30 s for running requests.
@@ -73,7 +80,7 @@ def process_argv(
     """
     settings = config.model_dump(exclude={"nats_server"})
     settings |= {"http_port": port, "number": number, "hooks": hooks}
-    return [sys.executable, "-m", _MODULE, *to_argv(FrontendProcessConfig, settings)]
+    return module_command(_MODULE, *to_argv(FrontendProcessConfig, settings))
 
 
 def process_environ(config: FrontendConfig, environ: Mapping[str, str]) -> dict[str, str]:
