@@ -401,8 +401,9 @@ class Supervisor:
             The exit status of each program's last run.
 
         Raises:
-            RunFailed: a program can't be restarted, or `work` or the context of a run raised it.
-            ConfigError: `work` or the context of a program's first run raised it.
+            RunFailed: a program can't be restarted, or the context of a run or, before a stop,
+                `work` raised it.
+            ConfigError: the context of a program's first run or, before a stop, `work` raised it.
         """
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
@@ -411,7 +412,7 @@ class Supervisor:
         failure: RunFailed | ConfigError | None = None
         try:
             async with asyncio.TaskGroup() as self._group:
-                self._group.create_task(work, name="start of programs")
+                self._group.create_task(self._start(work), name="start of programs")
                 await self._stopping.wait()
                 # The tasks still run, because children need them while they drain.
                 await self._stop_children()
@@ -429,6 +430,14 @@ class Supervisor:
         if failure is not None:
             raise failure
         return {name: await child.ended() for name, child in self._children.items()}
+
+    async def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Await `work`. After `stop`, it may fail because programs that it needs are ending."""
+        try:
+            await work
+        except (RunFailed, ConfigError):
+            if not self.is_stopping:
+                raise
 
     def keep(
         self, name: str, running: RunContext[C], before_restart: BeforeRestart[C] | None = None
