@@ -205,6 +205,12 @@ def test_load_takes_the_role_from_a_word_or_default(line, role, source):
         ("--model m --namespace a.b", ["--namespace", "'a.b'"]),
         ("--model m --etcd-endpoints http://a:1,,", ["--etcd-endpoints", "http://localhost:2379"]),
         ("--model m --nats-server http://a:1", ["--nats-server", "nats://localhost:4222"]),
+        # gRPC would take 99999 for port 34463.
+        *[
+            (f"--model m --{setting} {host}:{port}", [f"--{setting}", "a port from 1 to 65535"])
+            for setting, host in (("etcd-endpoints", "http://a:1,b"), ("nats-server", "nats://a"))
+            for port in (0, 65536, 99999)
+        ],
         ("--model m --etcd-endpoints memory://", ["--etcd-endpoints", "no other process", "etcd"]),
         (
             "--model m --nats-server inproc://a --etcd-endpoints memory://a",
