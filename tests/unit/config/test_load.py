@@ -35,6 +35,23 @@ def error_of(line: str, environ: dict[str, str] | None = None) -> str:
     return caught.value.message
 
 
+@each_case("space", ["\n", "\r", "\r\n", " "])
+def test_white_space_around_variables_is_no_part_of_them(space: str) -> None:
+    environ = {
+        "DYN_TRTLLM_MODEL_PATH": "m",
+        "DYN_TRTLLM_ENGINE": "mock",
+        "DYN_TRTLLM_SYSTEM_HOST": "127.0.0.1",
+        "DYN_TRTLLM_API_KEY": "k" * 16,
+        "DYN_NAMESPACE": "n",
+        "DYN_LOG": "debug",
+        "NATS_SERVER": "nats://a:4222",
+    }
+    spaced = {name: f"{space}{value}{space}" for name, value in environ.items()}
+    assert load_worker(environ=spaced) == load_worker(environ=environ)
+    # Two names of one setting do not contradict each other.
+    assert load_worker(environ=spaced | {"DYN_TRTLLM_MODEL": "m"}).model_path == "m"
+
+
 def test_load_names_defaults_as_source():
     loaded = load_worker("--model-path /m")
     assert loaded.nats_server == "nats://localhost:4222"
