@@ -365,12 +365,19 @@ class Supervisor:
 
     Args:
         limits: limits of restarts.
-        say: writes a line of the log.
+        say: writes a line of the log about a failure.
+        say_requested: writes a line about what a user has requested. Default: `say`.
     """
 
-    def __init__(self, limits: RestartLimits, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        limits: RestartLimits,
+        say: Callable[[str], None],
+        say_requested: Callable[[str], None] | None = None,
+    ) -> None:
         self._limits = limits
         self._say = say
+        self._say_requested = say_requested or say
         self._stopping = asyncio.Event()
         self._children: dict[str, Child] = {}  # current or last run of each program
 
@@ -478,7 +485,7 @@ class Supervisor:
             if self.is_stopping:
                 return
             if child.is_terminating:
-                self._say(f"{name} {describe(status)} as requested; restarting")
+                self._say_requested(f"{name} {describe(status)} as requested; restarting")
                 continue
             decide_restart = partial(
                 decide, self._limits, status, is_status_2_final=child.is_status_2_final
@@ -523,13 +530,13 @@ class Supervisor:
             for child in self._children.values():
                 child.kill()
         else:
-            self._say("stopping all processes; a second Ctrl-C or SIGTERM kills them")
+            self._say_requested("stopping all processes; a second Ctrl-C or SIGTERM kills them")
         self.stop()
 
     def _on_hangup(self) -> None:
         # The shell and the kernel may both send one, so a second one does not kill.
         if not self.is_stopping:
-            self._say("stopping all processes, because the terminal was closed (SIGHUP)")
+            self._say_requested("stopping all processes, because the terminal was closed (SIGHUP)")
         self.stop()
 
     async def _stop_children(self) -> None:

@@ -131,7 +131,9 @@ class ProcessGroup:
         self._pipes: dict[str, ControlPipe] = {}
         self._ready: set[str] = set()  # names of the processes that have been ready at least once
         self._aggregator = MetricsAggregator()
-        self._supervisor = Supervisor(RestartConfig(), partial(log.error, "%s"))
+        self._supervisor = Supervisor(
+            RestartConfig(), partial(log.error, "%s"), partial(log.info, "%s")
+        )
 
     async def run(self) -> int:
         """Run until a signal or until a process can't be restarted.
