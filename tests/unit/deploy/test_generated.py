@@ -7,6 +7,12 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +241,27 @@ def test_namespace_is_the_text_that_was_given(namespace: str) -> None:
     for name in ("frontend", "prefill"):
         shown = made["services"][name]["environment"]["DYN_NAMESPACE"]
         assert shown.replace("$$", "$") == namespace
+
+
+class _Ready(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/ready" else 404)
+        self.end_headers()
+
+
+def test_health_checks_of_compose_use_no_proxy() -> None:
+    # Docker may give every container the proxy of its configuration.
+    proxy = {"http_proxy": "http://127.0.0.1:9", "no_proxy": "", "NO_PROXY": ""}
+    (made,) = mock_deployment("compose")
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Ready) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for service in made["services"].values():
+            *_, code = service["healthcheck"]["test"]
+            code = re.sub(r":\d+/", f":{server.server_port}/", code)
+            command = [sys.executable, "-c", code]
+            done = subprocess.run(command, env=os.environ | proxy, capture_output=True, check=False)
+            assert done.returncode == 0, done.stderr
+        server.shutdown()
 
 
 @each_case("model", ["true", "No", "null", "123", "gpt-oss"])
