@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import cast
 from urllib.error import URLError
 from urllib.parse import urlsplit
-from urllib.request import Request, urlopen
+from urllib.request import HTTPSHandler, OpenerDirector, ProxyHandler, Request, build_opener
 
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.support.tls import client_context, untrusted
@@ -50,16 +50,21 @@ def tls_context(url: str) -> ssl.SSLContext | None:
     return client_context(url, ClientTlsFiles(Path(certificate), Path(key)))
 
 
+def direct_opener(tls: ssl.SSLContext | None = None) -> OpenerDirector:
+    """Return what opens URLs without a proxy of the environment, as the clients of a load do."""
+    return build_opener(ProxyHandler({}), HTTPSHandler(context=tls))
+
+
 def open_url(url: str, timeout_s: float) -> HTTPResponse:
     """Send a GET request with the API key and the certificate of the environment.
 
     Raises:
-        OSError: as `urlopen` does, and if the server is not trusted.
+        OSError: as `urlopen` of the library, and if the server is not trusted.
         ConfigError: the certificate can't be used.
     """
     request = Request(url, headers=api_key_headers(sent_api_key()))
     try:
-        return cast("HTTPResponse", urlopen(request, timeout=timeout_s, context=tls_context(url)))
+        return cast("HTTPResponse", direct_opener(tls_context(url)).open(request, None, timeout_s))
     except URLError as exc:
         if isinstance(exc.reason, ssl.SSLCertVerificationError):
             raise untrusted(urlsplit(url).hostname or "", exc.reason) from exc

@@ -11,7 +11,6 @@ import re
 import secrets
 import signal
 import subprocess
-import sys
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from dynamo_trtllm.support.network.addresses import free_ports
-from dynamo_trtllm.support.subprocesses import scratch_folder, spawn
+from dynamo_trtllm.support.subprocesses import module_command, scratch_folder, spawn
 
 from .scrape import fetch, gauges, total
 from .servers import Server
@@ -136,7 +135,7 @@ class LaunchedDeployment(ABC):
         file.write_bytes(orjson.dumps(self.description()))  # JSON is YAML
         env = {name: value for name, value in os.environ.items() if not name.startswith("DYN_")}
         env |= {"TMPDIR": str(self._folder / "tmp"), "PYTHONUNBUFFERED": "1"}
-        argv = [sys.executable, "-m", "dynamo_trtllm.launch", str(file)]
+        argv = module_command("dynamo_trtllm.launch", str(file))
         self._launcher = spawn(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         threading.Thread(
             target=self._read, args=(self._launcher,), name="launcher-log", daemon=True

@@ -73,7 +73,9 @@ def _ip_address(value: str) -> str:
     return value
 
 
-_SERVER = r"(\[[0-9a-fA-F:]+\]|[^\s/:,@\[\]]+)(:\d{1,5})?/?"  # host and port
+# 1 to 65535. gRPC would take 65536 + n for port n.
+_PORT = r"0*(6553[0-5]|655[0-2]\d|65[0-4]\d{2}|6[0-4]\d{3}|[1-5]\d{4}|[1-9]\d{0,3})"
+_SERVER = rf"(\[[0-9a-fA-F:]+\]|[^\s/:,@\[\]]+)(:{_PORT})?/?"  # host and port
 _ORIGIN = r"[A-Za-z][A-Za-z0-9+.-]*://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]+)?"
 _ETCD = rf"\s*(https?://)?{_SERVER}\s*"
 NAME = r"[^/.*>\s\x00-\x1f\x7f-\x9f]{1,256}"
@@ -97,16 +99,16 @@ EtcdAddresses = Annotated[
     str,
     matching(
         f"{MEMORY}({NAME})?|{_ETCD}(,{_ETCD})*",
-        "expected comma-separated addresses like http://localhost:2379, or memory:// for a cluster"
-        " within one Python process",
+        "expected comma-separated addresses like http://localhost:2379, with a port from 1 to"
+        " 65535, or memory:// for a cluster within one Python process",
     ),
 ]
 NatsAddress = Annotated[
     str,
     matching(
         rf"{INPROC}({NAME})?|((nats|tls)://)?([^\s/@,]+@)?{_SERVER}",
-        "expected an address like nats://localhost:4222, or inproc:// for a cluster within one"
-        " Python process",
+        "expected an address like nats://localhost:4222, with a port from 1 to 65535, or inproc://"
+        " for a cluster within one Python process",
     ),
 ]
 # The subjects of replies begin with this name. NATS rejects one with wildcards or empty parts.

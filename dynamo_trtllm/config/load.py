@@ -240,6 +240,9 @@ def _from_environment(
         typed: the fields that flags set. Their variables are not read.
     """
     _check_environment(model, env)
+    # Values from files often end with a line break, such as those of Secrets and of --env-file. No
+    # setting begins or ends with white space.
+    env = {name: text.strip() for name, text in env.items()}
     env = _without_unusable_otel(model, env, typed)
     processes = _kinds(model, _engine(env, typed))
     values: dict[str, tuple[Any, str]] = {}

@@ -26,12 +26,14 @@ from dynamo_trtllm.config.planner import PlannerConfig
 from dynamo_trtllm.engines.gpu import GpuMemory
 from dynamo_trtllm.launch.kubernetes import (
     ONE_NODE,
+    YAML_WORDS,
     Recipe,
     WorkerPods,
     config_map,
     frontend_command,
     manifests,
     quoted,
+    scalar,
     template,
 )
 from dynamo_trtllm.launch.plan import devices_of, planner_flags
@@ -127,7 +129,9 @@ class ClusterDeployment:
         """Return the beginning of the names of all objects, which are labels of DNS."""
         last = self.model.name.rpartition("/")[2].lower()
         name = re.sub(r"[^a-z0-9]+", "-", last).strip("-")[:_MAX_NAME_CHARS].strip("-")
-        return name if name[:1].isalpha() else f"model-{name}".strip("-")
+        # The name is also the value of labels, which must be text.
+        is_name = name[:1].isalpha() and name not in YAML_WORDS
+        return name if is_name else f"model-{name}".strip("-")
 
     @property
     def model_folder(self) -> str:
@@ -378,7 +382,7 @@ def compose_file(cluster: ClusterDeployment) -> str:
         )
     text = template(
         "compose.yaml",
-        namespace=cluster.config.namespace,
+        namespace=scalar(_for_compose(cluster.config.namespace)),
         image=cluster.frontend_image,
         args=frontend_command(words),
         access=access,

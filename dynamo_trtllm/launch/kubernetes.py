@@ -8,6 +8,7 @@ and their comments are in manifests/.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,9 @@ from string import Template
 from typing import Final
 
 _TEMPLATES: Final = Path(__file__).parent / "manifests"
+# Words that YAML does not read as text.
+YAML_WORDS: Final = frozenset({"true", "false", "yes", "no", "on", "off", "y", "n", "null"})
+_PLAIN: Final = re.compile("[A-Za-z][A-Za-z0-9_-]*")
 # Flags of frontends, unless the caller passes another value.
 _FRONTEND_FLAGS: Final = {
     "--router-mode": "round-robin",
@@ -198,7 +202,7 @@ def _frontends(recipe: Recipe) -> str:
     return template(
         "frontend.yaml",
         name=recipe.name,
-        namespace=recipe.namespace,
+        namespace=scalar(_literal(recipe.namespace)),
         image=recipe.frontend_image,
         args=frontend_command(recipe.frontend_words),
         port=recipe.port,
@@ -220,7 +224,7 @@ def _workers(recipe: Recipe, pods: WorkerPods) -> str:
     return template(
         "worker.yaml",
         name=recipe.name,
-        namespace=recipe.namespace,
+        namespace=scalar(_literal(recipe.namespace)),
         role=pods.role,
         replicas=pods.replicas,
         grace_s=pods.grace_s,
@@ -242,7 +246,7 @@ def _planner(recipe: Recipe) -> str:
     return template(
         "planner.yaml",
         name=recipe.name,
-        namespace=recipe.namespace,
+        namespace=scalar(_literal(recipe.namespace)),
         image=recipe.frontend_image,
         args=_items(recipe.planner_words),
     )
@@ -265,6 +269,12 @@ def quoted(word: str) -> str:
         letters_and_digits = letters_and_digits.replace(harmless, "")
     is_plain = word.startswith("--") and letters_and_digits.isalnum()
     return word if is_plain else "'" + word.replace("'", "''") + "'"
+
+
+def scalar(text: str) -> str:
+    """Return a text as a YAML value, in quotes if YAML may read something else without them."""
+    is_plain = _PLAIN.fullmatch(text) and text.lower() not in YAML_WORDS
+    return text if is_plain else "'" + text.replace("'", "''") + "'"
 
 
 def _placement(name: str, pods: WorkerPods) -> str:

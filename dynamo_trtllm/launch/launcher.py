@@ -6,7 +6,6 @@ import asyncio
 import os
 import secrets
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
@@ -41,7 +40,14 @@ from dynamo_trtllm.protocol.messages import Role
 from dynamo_trtllm.support.background import wait_for_first
 from dynamo_trtllm.support.network.addresses import reserved_ports
 from dynamo_trtllm.support.network.listening import bind
-from dynamo_trtllm.support.subprocesses import Child, RunFailed, Supervisor, scratch_folder, spawn
+from dynamo_trtllm.support.subprocesses import (
+    Child,
+    RunFailed,
+    Supervisor,
+    module_command,
+    scratch_folder,
+    spawn,
+)
 
 if TYPE_CHECKING:
     from dynamo_trtllm.launch.server_users import PasswordFolder
@@ -73,7 +79,7 @@ class ManagedProcess(Child):
         environ: Mapping[str, str],
         on_line: Callable[[str], None],
     ) -> None:
-        argv = [sys.executable, "-m", spec.module, *spec.arguments(port)]
+        argv = module_command(spec.module, *spec.arguments(port))
         env = {**environ, **spec.env}
         process = spawn(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         super().__init__(process, spec.stop_timeout_s)

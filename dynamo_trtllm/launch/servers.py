@@ -37,6 +37,7 @@ _HOST = "127.0.0.1"
 # How much of a log the error of a failed start shows.
 _TAIL_LINES = 20
 _TAIL_BYTES = 1 << 14
+_LEAST_FREE_BYTES = 1 << 20  # a disk with less counts as full
 ONE_ANSWER_S = 5.0  # longest time of one check
 # The pause between two checks, as a fraction of the time waited so far, and its limits.
 _PAUSE_FRACTION = 0.1
@@ -262,22 +263,21 @@ class LocalServer(Child):
                 await self.ended()
         if not failure:
             return self
-        lines = self._last_lines()
-        raise ConfigError(
-            f"{self._program} {failure}{_open_files_hint(lines)}; its last log lines:\n{lines}"
-        )
+        tail = self._log_tail()
+        lines = "\n".join(tail.splitlines()[-_TAIL_LINES:])
+        cause = _cause(tail, self.log_path.parent)
+        raise ConfigError(f"{self._program} {failure}{cause}; its last log lines:\n{lines}")
 
     @property
     def _program(self) -> str:
         return Path(self._argv[0]).name
 
-    def _last_lines(self) -> str:
-        """Return the last log lines of this run."""
+    def _log_tail(self) -> str:
+        """Return the end of the log of this run."""
         with self.log_path.open("rb") as log:
             end = log.seek(0, os.SEEK_END)
             log.seek(max(self._log_start, end - _TAIL_BYTES))
-            lines = log.read().decode(errors="replace").splitlines()
-        return "\n".join(lines[-_TAIL_LINES:])
+            return log.read().decode(errors="replace")
 
 
 # What etcd says before it starts, and what the system says of a process. The text for all processes
@@ -285,14 +285,27 @@ class LocalServer(Child):
 _TOO_FEW_FILES: Final = re.compile(
     "file descriptor limit|too many open files(?! in system)", re.IGNORECASE
 )
+_NO_SPACE: Final = re.compile("no space left on device|disk quota exceeded", re.IGNORECASE)
 
 
-def _open_files_hint(lines: str) -> str:
-    """Return what to do if a server ended because it may open too few files; "" otherwise."""
-    if not _TOO_FEW_FILES.search(lines):
-        return ""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return f" because it may open only {limit} files: raise this limit (ulimit -n)"
+def _cause(log: str, folder: Path) -> str:
+    """Return why a server ended and what to do; "" if this is not known.
+
+    Args:
+        log: the end of its log. The cause may stand before a long list of calls.
+        folder: folder of its data and log.
+    """
+    if _TOO_FEW_FILES.search(log):
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return f" because it may open only {limit} files: raise this limit (ulimit -n)"
+    # On a full disk, the log may be empty.
+    is_full = shutil.disk_usage(folder).free < _LEAST_FREE_BYTES
+    if is_full or _NO_SPACE.search(log):
+        return (
+            f" because {folder} has too little free space: free some (etcd needs 64 MB), or set"
+            " TMPDIR to another folder"
+        )
+    return ""
 
 
 async def start_etcd(data_dir: Path) -> LocalServer:

@@ -82,7 +82,9 @@ class PlannerProcess(Lifecycle):
         """The URL of health and metrics. None without a system port, or before it listens."""
         if self._system_port is None:
             return None
-        return http_url(self._config.system_host, self._system_port, "")
+        config = self._config
+        uses_tls = config.tls_files is not None
+        return http_url(config.system_host, self._system_port, "", uses_tls=uses_tls)
 
     @property
     def is_leader(self) -> bool:

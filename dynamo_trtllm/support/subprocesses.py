@@ -38,6 +38,26 @@ if os.getppid() == int(sys.argv[1]):
 """
 
 
+def module_command(module: str, *argv: str) -> list[str]:
+    """Return the command line that runs a Python module in another process.
+
+    `python -m` searches the working folder before the libraries. So a file such as `token.py`
+    there, which may belong to another user, would run in place of the module of that name. The
+    other process searches the working folder only if this process does.
+    """
+    options = [] if _searches_working_folder() else ["-P"]
+    return [sys.executable, *options, "-m", module, *argv]
+
+
+def _searches_working_folder() -> bool:
+    try:
+        folder = os.getcwd()
+    except FileNotFoundError:
+        # The folder was deleted.
+        return False
+    return folder in (os.path.abspath(path) for path in sys.path)
+
+
 def spawn(
     argv: Sequence[str], *, env: Mapping[str, str] | None = None, **streams: int | IO[bytes]
 ) -> subprocess.Popen[bytes]:
@@ -345,12 +365,19 @@ class Supervisor:
 
     Args:
         limits: limits of restarts.
-        say: writes a line of the log.
+        say: writes a line of the log about a failure.
+        say_requested: writes a line about what a user has requested. Default: `say`.
     """
 
-    def __init__(self, limits: RestartLimits, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        limits: RestartLimits,
+        say: Callable[[str], None],
+        say_requested: Callable[[str], None] | None = None,
+    ) -> None:
         self._limits = limits
         self._say = say
+        self._say_requested = say_requested or say
         self._stopping = asyncio.Event()
         self._children: dict[str, Child] = {}  # current or last run of each program
 
@@ -381,8 +408,9 @@ class Supervisor:
             The exit status of each program's last run.
 
         Raises:
-            RunFailed: a program can't be restarted, or `work` or the context of a run raised it.
-            ConfigError: `work` or the context of a program's first run raised it.
+            RunFailed: a program can't be restarted, or the context of a run or, before a stop,
+                `work` raised it.
+            ConfigError: the context of a program's first run or, before a stop, `work` raised it.
         """
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
@@ -391,7 +419,7 @@ class Supervisor:
         failure: RunFailed | ConfigError | None = None
         try:
             async with asyncio.TaskGroup() as self._group:
-                self._group.create_task(work, name="start of programs")
+                self._group.create_task(self._start(work), name="start of programs")
                 await self._stopping.wait()
                 # The tasks still run, because children need them while they drain.
                 await self._stop_children()
@@ -409,6 +437,14 @@ class Supervisor:
         if failure is not None:
             raise failure
         return {name: await child.ended() for name, child in self._children.items()}
+
+    async def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Await `work`. After `stop`, it may fail because programs that it needs are ending."""
+        try:
+            await work
+        except (RunFailed, ConfigError):
+            if not self.is_stopping:
+                raise
 
     def keep(
         self, name: str, running: RunContext[C], before_restart: BeforeRestart[C] | None = None
@@ -449,7 +485,7 @@ class Supervisor:
             if self.is_stopping:
                 return
             if child.is_terminating:
-                self._say(f"{name} {describe(status)} as requested; restarting")
+                self._say_requested(f"{name} {describe(status)} as requested; restarting")
                 continue
             decide_restart = partial(
                 decide, self._limits, status, is_status_2_final=child.is_status_2_final
@@ -494,13 +530,13 @@ class Supervisor:
             for child in self._children.values():
                 child.kill()
         else:
-            self._say("stopping all processes; a second Ctrl-C or SIGTERM kills them")
+            self._say_requested("stopping all processes; a second Ctrl-C or SIGTERM kills them")
         self.stop()
 
     def _on_hangup(self) -> None:
         # The shell and the kernel may both send one, so a second one does not kill.
         if not self.is_stopping:
-            self._say("stopping all processes, because the terminal was closed (SIGHUP)")
+            self._say_requested("stopping all processes, because the terminal was closed (SIGHUP)")
         self.stop()
 
     async def _stop_children(self) -> None:

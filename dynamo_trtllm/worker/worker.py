@@ -232,7 +232,9 @@ class Worker(Lifecycle):
         """
         if self._system_port is None:
             return None
-        return http_url(self._config.system_host, self._system_port, "")
+        config = self._config
+        uses_tls = config.tls_files is not None
+        return http_url(config.system_host, self._system_port, "", uses_tls=uses_tls)
 
     def run(self) -> None:
         """Serve until SIGTERM, SIGINT or `stop()`, in the main thread only.

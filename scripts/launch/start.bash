@@ -40,7 +40,7 @@ END
 
 # launch DEPLOYMENT ARGUMENTS...
 launch() {
-    local name=$0 deployment=$root/$1 words=() python=${PYTHON:-}
+    local name=$0 deployment=$root/$1 words=() python=${PYTHON:-} options=()
     shift
     while (($#)); do
         case $1 in
@@ -58,7 +58,10 @@ launch() {
         python=python3
         [[ -x $root/.venv/bin/python ]] && python=$root/.venv/bin/python
     fi
-    exec "$python" -m dynamo_trtllm.launch "${words[@]}" "$deployment"
+    # Without -P, a file of the working folder could replace a module of the libraries. In this
+    # checkout, the working folder may be where the package is found.
+    [[ $PWD -ef $root ]] || options=(-P)
+    exec "$python" "${options[@]}" -m dynamo_trtllm.launch "${words[@]}" "$deployment"
 }
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)

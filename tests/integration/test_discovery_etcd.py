@@ -103,6 +103,17 @@ async def stop(server: TestServer) -> None:
     await asyncio.to_thread(server.stop)
 
 
+async def test_proxy_of_the_environment_is_not_used(
+    own_etcd: MakeEtcd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "grpc_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    async with joined(own_etcd()) as worker:
+        await worker.register(ONE)
+
+
 async def test_watch_survives_etcd_restart_without_false_down(own_etcd: MakeEtcd) -> None:
     server = own_etcd()
     async with (

@@ -104,6 +104,18 @@ async def test_run_restarts_a_process_that_died(make_group, caplog) -> None:
     assert "frontend-1 was killed by SIGKILL; starting it again (1 of 3 in 60 s)" in caplog.text
 
 
+async def test_requested_stop_is_not_logged_as_an_error(make_group, caplog) -> None:
+    caplog.set_level(logging.INFO)
+    made = make_group(SERVED + STAYS)
+    running = asyncio.create_task(made.run())
+    async with asyncio.timeout(3 * SOON_S):
+        await until_serving(made, 2)
+        signal.raise_signal(signal.SIGTERM)
+        assert await running == 0
+    assert "stopping all processes" in caplog.text
+    assert [record for record in caplog.records if record.levelno > logging.INFO] == []
+
+
 async def test_run_gives_up_a_process_that_keeps_dying(make_group, caplog) -> None:
     caplog.set_level(logging.ERROR)
     made = make_group(SERVED + "time.sleep(0.05); " + FAILS, workers=1)

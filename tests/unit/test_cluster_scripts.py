@@ -107,6 +107,18 @@ def worker_of(words: list[str]) -> WorkerConfig:
     return load(WorkerConfig, prog="p", argv=flags, environ={})
 
 
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("gpt_oss_*.sh")), ids=lambda path: path.stem)
+def test_launch_script_searches_only_its_checkout_for_modules(path: Path, tmp_path: Path) -> None:
+    def words(folder: Path) -> list[str]:
+        environ = os.environ | {"PYTHON": "echo"}
+        command = [str(path), "--port", "1"]
+        return subprocess.check_output(command, cwd=folder, env=environ, text=True).split()
+
+    launcher = ["-m", "dynamo_trtllm.launch", "--port", "1"]
+    assert words(tmp_path)[:-1] == ["-P", *launcher]
+    assert words(FOLDER.parents[1])[:-1] == launcher
+
+
 def test_slurm_gives_each_worker_its_nodes(job: Job, slurm: subprocess.Popen[bytes]) -> None:
     job.until(lambda: len(job.started("srun")) == 2 and len(job.lines()) == 5)
     by_role = {

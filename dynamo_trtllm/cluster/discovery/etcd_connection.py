@@ -37,6 +37,8 @@ _OPTIONS = [
     ("grpc.keepalive_time_ms", 10_000),  # detects a frozen peer; etcd rejects less than 5 s
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.max_receive_message_length", -1),
+    # Without this, gRPC would send the calls to the proxy of $http_proxy, also those to 127.0.0.1.
+    ("grpc.enable_http_proxy", 0),
 ]
 # Parts of the error texts of etcd.
 _NO_USERS: Final = "authentication is not enabled"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import sys
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ from dynamo_trtllm.protocol.errors import (
     from_code,
 )
 from dynamo_trtllm.protocol.messages import StructuredOutput, decode
-from dynamo_trtllm.support.subprocesses import Child, spawn
+from dynamo_trtllm.support.subprocesses import Child, module_command, spawn
 
 log = logging.getLogger(__name__)
 
@@ -192,7 +191,7 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         if trial_argv is None:
-            program = [sys.executable, "-m", "dynamo_trtllm.engines.torch.trial_process"]
+            program = module_command("dynamo_trtllm.engines.torch.trial_process")
             numbers = [str(number) for number in (vocab_size, *eos_token_ids)]
             trial_argv = [*program, str(tokenizer), *numbers]
         self._trials = TrialProcess(trial_argv)

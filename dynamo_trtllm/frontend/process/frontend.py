@@ -30,7 +30,7 @@ from dynamo_trtllm.support.background import cancel_all
 from dynamo_trtllm.support.http_server.exchange import Handler, HttpRequest, HttpResponse
 from dynamo_trtllm.support.http_server.server import HttpServer, set_request_id
 from dynamo_trtllm.support.lifecycle import Lifecycle
-from dynamo_trtllm.support.network.addresses import http_url
+from dynamo_trtllm.support.network.addresses import host_and_port, http_url
 from dynamo_trtllm.support.network.listening import listen, warn_if_exposed
 from dynamo_trtllm.support.tls import ServerCertificate, server_certificate
 
@@ -244,7 +244,7 @@ class Frontend(Lifecycle):
         for task in work:
             task.add_done_callback(lambda _: server.stop())
         scheme = "http" if certificate is None else "https"
-        log.info("listening on %s://%s:%d", scheme, *sock.getsockname()[:2])
+        log.info("listening on %s://%s", scheme, host_and_port(*sock.getsockname()[:2]))
         try:
             await server.serve(sock)
         finally:

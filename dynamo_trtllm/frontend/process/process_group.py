@@ -29,7 +29,14 @@ from dynamo_trtllm.observability.metrics_aggregator import MetricsAggregator
 from dynamo_trtllm.observability.outputs import OUTPUTS
 from dynamo_trtllm.protocol.errors import ConfigError, DeadlineExceeded, Disconnected
 from dynamo_trtllm.support.network.listening import bind, listen
-from dynamo_trtllm.support.subprocesses import Child, RunFailed, Supervisor, describe, spawn
+from dynamo_trtllm.support.subprocesses import (
+    Child,
+    RunFailed,
+    Supervisor,
+    describe,
+    module_command,
+    spawn,
+)
 
 _MODULE = "dynamo_trtllm.frontend.process.main"
 # Time from SIGTERM to SIGKILL. A process waits 30 s for running requests.
@@ -73,7 +80,7 @@ def process_argv(
     """
     settings = config.model_dump(exclude={"nats_server"})
     settings |= {"http_port": port, "number": number, "hooks": hooks}
-    return [sys.executable, "-m", _MODULE, *to_argv(FrontendProcessConfig, settings)]
+    return module_command(_MODULE, *to_argv(FrontendProcessConfig, settings))
 
 
 def process_environ(config: FrontendConfig, environ: Mapping[str, str]) -> dict[str, str]:
@@ -124,7 +131,9 @@ class ProcessGroup:
         self._pipes: dict[str, ControlPipe] = {}
         self._ready: set[str] = set()  # names of the processes that have been ready at least once
         self._aggregator = MetricsAggregator()
-        self._supervisor = Supervisor(RestartConfig(), partial(log.error, "%s"))
+        self._supervisor = Supervisor(
+            RestartConfig(), partial(log.error, "%s"), partial(log.info, "%s")
+        )
 
     async def run(self) -> int:
         """Run until a signal or until a process can't be restarted.

@@ -31,6 +31,18 @@ async def rejecting_server(heads: list[bytes]) -> AsyncIterator[str]:
         yield f"http://{host}:{port}"
 
 
+async def test_models_are_asked_for_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    heads: list[bytes] = []
+    async with rejecting_server(heads) as url:
+        with pytest.raises(SystemExit, match=VARIABLE):
+            await asyncio.to_thread(choose_model, url, None)
+    assert len(heads) == 1
+
+
 @pytest.mark.parametrize("variable", ["first-key", "first-key, second-key"])
 async def test_load_sends_the_first_key_of_the_environment(
     variable: str, monkeypatch: pytest.MonkeyPatch

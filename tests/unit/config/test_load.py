@@ -35,6 +35,23 @@ def error_of(line: str, environ: dict[str, str] | None = None) -> str:
     return caught.value.message
 
 
+@each_case("space", ["\n", "\r", "\r\n", " "])
+def test_white_space_around_variables_is_no_part_of_them(space: str) -> None:
+    environ = {
+        "DYN_TRTLLM_MODEL_PATH": "m",
+        "DYN_TRTLLM_ENGINE": "mock",
+        "DYN_TRTLLM_SYSTEM_HOST": "127.0.0.1",
+        "DYN_TRTLLM_API_KEY": "k" * 16,
+        "DYN_NAMESPACE": "n",
+        "DYN_LOG": "debug",
+        "NATS_SERVER": "nats://a:4222",
+    }
+    spaced = {name: f"{space}{value}{space}" for name, value in environ.items()}
+    assert load_worker(environ=spaced) == load_worker(environ=environ)
+    # Two names of one setting do not contradict each other.
+    assert load_worker(environ=spaced | {"DYN_TRTLLM_MODEL": "m"}).model_path == "m"
+
+
 def test_load_names_defaults_as_source():
     loaded = load_worker("--model-path /m")
     assert loaded.nats_server == "nats://localhost:4222"
@@ -205,6 +222,12 @@ def test_load_takes_the_role_from_a_word_or_default(line, role, source):
         ("--model m --namespace a.b", ["--namespace", "'a.b'"]),
         ("--model m --etcd-endpoints http://a:1,,", ["--etcd-endpoints", "http://localhost:2379"]),
         ("--model m --nats-server http://a:1", ["--nats-server", "nats://localhost:4222"]),
+        # gRPC would take 99999 for port 34463.
+        *[
+            (f"--model m --{setting} {host}:{port}", [f"--{setting}", "a port from 1 to 65535"])
+            for setting, host in (("etcd-endpoints", "http://a:1,b"), ("nats-server", "nats://a"))
+            for port in (0, 65536, 99999)
+        ],
         ("--model m --etcd-endpoints memory://", ["--etcd-endpoints", "no other process", "etcd"]),
         (
             "--model m --nats-server inproc://a --etcd-endpoints memory://a",

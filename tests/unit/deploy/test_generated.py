@@ -7,6 +7,12 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +27,7 @@ from dynamo_trtllm.engines.gpu import GpuMemory
 from dynamo_trtllm.launch import serve
 from dynamo_trtllm.launch.topology import MachineFacts
 from dynamo_trtllm.protocol.messages import Role
+from tests.kit.cases import each_case
 from tests.unit.deploy.recipes import (
     GENERATED,
     MODEL_CONFIG,
@@ -213,6 +220,56 @@ def test_compose_paths_when_dollar_sign_then_name_no_variable(
     worker = made["services"]["decode"]["volumes"]
     assert f"{tmp_path}/keys$$x.jsonl:/etc/api-keys/keys.jsonl:ro" in frontend
     assert f"{tmp_path}/engine$$x.yaml:/etc/engine/engine.yaml:ro" in worker
+
+
+def mock_deployment(output: str, *words: str) -> list[dict[str, Any]]:
+    """Return the documents that `serve` writes for the mock engine with these flags."""
+    with contextlib.redirect_stdout(io.StringIO()) as written:
+        serve.main(["tiny-gpt-oss", "--engine", "mock", *words, "--dry-run", "--format", output])
+    return list(yaml.safe_load_all(written.getvalue()))
+
+
+@each_case("namespace", ["prod-1", "123", "true", "Null", "#x", "a:b", "it's", "-", "a{b}", "$(X)"])
+def test_namespace_is_the_text_that_was_given(namespace: str) -> None:
+    words = ("--namespace", namespace)
+    docs = mock_deployment("kubernetes", *words)
+    for pod in (*workers(docs), *frontends(docs)):
+        variables = {variable["name"]: variable.get("value") for variable in pod.container["env"]}
+        # Kubernetes replaces $(X), and reads $$(X) as $(X).
+        assert variables["DYN_NAMESPACE"].replace("$$(", "$(") == namespace
+    (made,) = mock_deployment("compose", *words)
+    for name in ("frontend", "prefill"):
+        shown = made["services"][name]["environment"]["DYN_NAMESPACE"]
+        assert shown.replace("$$", "$") == namespace
+
+
+class _Ready(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/ready" else 404)
+        self.end_headers()
+
+
+def test_health_checks_of_compose_use_no_proxy() -> None:
+    # Docker may give every container the proxy of its configuration.
+    proxy = {"http_proxy": "http://127.0.0.1:9", "no_proxy": "", "NO_PROXY": ""}
+    (made,) = mock_deployment("compose")
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Ready) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for service in made["services"].values():
+            *_, code = service["healthcheck"]["test"]
+            code = re.sub(r":\d+/", f":{server.server_port}/", code)
+            command = [sys.executable, "-c", code]
+            done = subprocess.run(command, env=os.environ | proxy, capture_output=True, check=False)
+            assert done.returncode == 0, done.stderr
+        server.shutdown()
+
+
+@each_case("model", ["true", "No", "null", "123", "gpt-oss"])
+def test_labels_are_texts(model: str) -> None:
+    for doc in mock_deployment("kubernetes", "--served-model-name", model):
+        labels = doc["metadata"].get("labels", {})
+        assert [value for value in labels.values() if not isinstance(value, str)] == []
+        assert isinstance(name_of(doc), str)
 
 
 @pytest.mark.parametrize(

@@ -26,12 +26,12 @@ exit(7)
 async def started(monkeypatch: pytest.MonkeyPatch) -> ManagedProcess:
     """Return a process that has written a line."""
     has_begun = asyncio.Event()
-    spawn = launcher.spawn
 
-    def run(argv: list[str], **options: object) -> object:
-        return spawn([sys.executable, "-c", _DRAINS], **options)  # type: ignore[arg-type]
+    def command(module: str, *_: str) -> list[str]:
+        assert module == "m"
+        return [sys.executable, "-c", _DRAINS]
 
-    monkeypatch.setattr(launcher, "spawn", run)
+    monkeypatch.setattr(launcher, "module_command", command)
     spec = ProcessSpec(
         name="w",
         module="m",

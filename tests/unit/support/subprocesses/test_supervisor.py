@@ -16,6 +16,7 @@ import pytest
 from dynamo_trtllm.config.deployment import RestartConfig
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.support.subprocesses import Child, RunFailed, Supervisor, spawn
+from tests.kit.cases import each_case
 from tests.kit.waiting import SOON_S
 
 DRAINS = (
@@ -142,6 +143,20 @@ async def test_hangup_that_nohup_ignores_stays_ignored() -> None:
         assert made.said == []
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+@each_case("error", [RunFailed, ConfigError])
+async def test_start_that_fails_because_of_a_stop_is_no_failure(error: type[Exception]) -> None:
+    made = Programs()
+
+    async def then() -> None:
+        made.supervisor.stop()
+        # The rest of the start needs this program, such as a server.
+        await made.children["a"].ended()
+        raise error("a does not answer")
+
+    assert await made.run({"a": DRAINS}, then) == {"a": 0}
+    assert made.said == []
 
 
 async def test_run_with_unkillable_program_stops_the_others(
