@@ -34,6 +34,7 @@ The frontend
     routing: a router with scripted workers
     admission: a clock, and tasks that wait for a limit
     forecasts: all times that are predicted for a request at one worker
+    slo_placements: placements of `--router-mode slo` whose workers report what a test says
     answer_parts: the deltas of an answer, accumulated as a client does
     step_splits: answers to one sequence of tokens that comes in steps of any sizes
 

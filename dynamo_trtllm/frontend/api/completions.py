@@ -14,6 +14,7 @@ from dynamo_trtllm.frontend.api.request_model import (
     invalid,
     kind_of,
     quoted,
+    single_value,
     unsupported,
 )
 from dynamo_trtllm.frontend.api.sampling import MAX_CHOICES, NO_OPS, CompletionFields, TokenId
@@ -84,6 +85,8 @@ class CompletionRequest(CompletionFields):
 
     prompt: Annotated[Prompts, BeforeValidator(_prompts, json_schema_input_type=PromptSent)]
     max_tokens: int | None = Field(None, ge=0)
+    # Of chat. Some load generators send both names to both endpoints.
+    max_completion_tokens: int | None = Field(None, ge=0)
     logprobs: int | None = Field(None, ge=0, le=5)
     echo: bool = False
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
@@ -97,7 +100,10 @@ class CompletionRequest(CompletionFields):
             unsupported(
                 "is not supported with stream unless it equals n; set stream to false", "best_of"
             )
-        if self.max_tokens == 0 and not self.echo:
+        length = single_value(
+            {"max_completion_tokens": self.max_completion_tokens, "max_tokens": self.max_tokens}
+        )
+        if length == 0 and not self.echo:
             invalid("is 0, which is only allowed with echo", field="max_tokens")
         if self.num_choices > MAX_CHOICES:
             field = "best_of" if self.best_of else "n"
@@ -107,6 +113,11 @@ class CompletionRequest(CompletionFields):
             )
             invalid(text, field=field)
         return self
+
+    @property
+    def output_tokens(self) -> int | None:
+        """The maximum number of tokens to generate. None: DEFAULT_MAX_TOKENS."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def candidates(self) -> int:

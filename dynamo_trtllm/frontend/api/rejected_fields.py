@@ -94,7 +94,6 @@ OF_TEXT_COMPLETIONS: Final[Mapping[str, str]] = {
     "functions": _CHAT,
     "input": "use prompt",
     "instructions": "put them into the prompt",
-    "max_completion_tokens": _LENGTH,
     "messages": _CHAT,
     "output_config": _FORMAT,
     "output_format": _FORMAT,

@@ -267,13 +267,13 @@ def prepare_text(
 
     Raises the errors of `prepare_chat`.
     """
-    requested = sampling_of(body, served.card, body.max_tokens, body.logprobs)
+    requested = sampling_of(body, served.card, body.output_tokens, body.logprobs)
     options = _text_options(body, requested)
     reject_unsupported(options, call.cache_salt, served.card)
     if body.candidates > body.n:
         requested = _scored(requested, served)
     # With max_tokens 0, too, the engine generates one token, which is not returned.
-    wanted = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
+    wanted = DEFAULT_MAX_TOKENS if body.output_tokens is None else max(1, body.output_tokens)
     full_prompts = [_prompt_ids(prompt, served) for prompt in body.prompt]
     prompts = [_truncated(ids, wanted, served, options) for ids in full_prompts]
     requested = msgspec.structs.replace(
@@ -284,7 +284,7 @@ def prepare_text(
     per_choice = []
     for ids in prompts:
         max_tokens = wanted
-        if body.max_tokens is None:
+        if body.output_tokens is None:
             # The default is lowered to what the prompt leaves of the context.
             max_tokens = max(1, min(wanted, served.card.context_length - len(ids)))
         budget = _output_budget(max_tokens, len(ids), served, options)
@@ -310,7 +310,7 @@ def prepare_text(
             echo=echo,
             echo_logprobs=body.logprobs if body.echo else None,
             prompt_logprobs=body.prompt_logprobs,
-            is_prompt_only=body.max_tokens == 0,
+            is_prompt_only=body.output_tokens == 0,
         )
         for request, echo in zip(_requests(per_choice, call), echoes, strict=True)
     )

@@ -43,7 +43,7 @@ IGNORED: dict[type[RequestModel], set[str]] = {
 }
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
 SENT = [
-    (CompletionRequest, {"max_completion_tokens": 3}, "use max_tokens"),
+    (CompletionRequest, {"max_output_tokens": 3}, "use max_tokens"),
     (CompletionRequest, {"response_format": FORMAT}, "use structured_outputs"),
     (ChatRequest, {"max_output_tokens": 3}, "use max_tokens"),
     (ChatRequest, {"instructions": "be brief"}, "send a message with the role system"),
@@ -148,3 +148,16 @@ def test_tool_in_the_form_of_openai_is_no_hosted_tool() -> None:
         with pytest.raises(UnsupportedParameter, match="input_schema") as refused:
             parsed(MessagesRequest, {"tools": [tool]})
         assert refused.value.field == "tools[0].type"
+
+
+def test_completion_takes_the_length_by_the_name_of_chat() -> None:
+    """Load generators, such as guidellm, send both names to both endpoints."""
+    body = BODIES[CompletionRequest]
+    for fields in ({"max_completion_tokens": 7}, {"max_completion_tokens": 7, "max_tokens": 7}):
+        parsed = parse(CompletionRequest, orjson.dumps(body | fields), IgnoredFields())
+        assert parsed.output_tokens == 7
+    with pytest.raises(InvalidRequest, match="max_tokens differs from max_completion_tokens"):
+        different = {"max_completion_tokens": 7, "max_tokens": 8}
+        parse(CompletionRequest, orjson.dumps(body | different), IgnoredFields())
+    with pytest.raises(InvalidRequest, match="only allowed with echo"):
+        parse(CompletionRequest, orjson.dumps(body | {"max_completion_tokens": 0}), IgnoredFields())
