@@ -20,7 +20,6 @@ from tests.kit.waiting import SOON_S
 pytestmark = pytest.mark.timeout(180)
 
 CHAT = "/v1/chat/completions"
-FIRST = ("--disaggregation-strategy", "decode_first")
 FILES = 128
 FRONTEND = ("--max-inflight", "8", "--max-queued", "8")
 
@@ -99,26 +98,6 @@ def test_burst_over_capacity_gets_retry_after(make_cluster: Callable[..., Cluste
     assert waits[0] < waits[-1]
     assert waits[-1] > 0.2  # an answer takes 0.5 s
     check_empty(cluster, *workers)
-
-
-@pytest.mark.long  # tests/integration/test_backpressure.py covers it without processes
-def test_burst_with_decode_first_prefills_no_rejected_request(
-    make_cluster: Callable[..., Cluster],
-) -> None:
-    cluster = make_cluster(flags=("--probe-interval-s", "0"))
-    prefill = cluster.mock("prefill", "mock", *FIRST)
-    decode = cluster.mock("decode", "mock", *FIRST, "--max-queued-requests", "4", max_batch_size=4)
-    cluster.until_ready("mock")
-    responses = asyncio.run(burst(cluster, 48))
-    codes = [response.status_code for response in responses]
-    assert set(codes) == {200, 429}
-    assert codes.count(200) >= 8
-    text = httpx.get(f"{prefill.url()}/metrics", **PLAIN).text
-    lines = [line for line in text.splitlines() if line.startswith("dynamo_trtllm_requests_total{")]
-    assert lines == [
-        f'dynamo_trtllm_requests_total{{code="ok",phase="prefill"}} {float(codes.count(200))}'
-    ]
-    check_empty(cluster, prefill, decode)
 
 
 @pytest.mark.parametrize(

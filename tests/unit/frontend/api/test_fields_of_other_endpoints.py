@@ -156,8 +156,8 @@ def test_completion_takes_the_length_by_the_name_of_chat() -> None:
     for fields in ({"max_completion_tokens": 7}, {"max_completion_tokens": 7, "max_tokens": 7}):
         parsed = parse(CompletionRequest, orjson.dumps(body | fields), IgnoredFields())
         assert parsed.output_tokens == 7
+    different = {"max_completion_tokens": 7, "max_tokens": 8}
     with pytest.raises(InvalidRequest, match="max_tokens differs from max_completion_tokens"):
-        different = {"max_completion_tokens": 7, "max_tokens": 8}
         parse(CompletionRequest, orjson.dumps(body | different), IgnoredFields())
     with pytest.raises(InvalidRequest, match="only allowed with echo"):
         parse(CompletionRequest, orjson.dumps(body | {"max_completion_tokens": 0}), IgnoredFields())
