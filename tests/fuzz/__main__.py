@@ -38,6 +38,7 @@ _TABLE_HEAD: Final = _TABLE_ROW.format(
     "coverage grew in the last tenth",
 )
 _FINDINGS: Final = _ROOT / "build" / "fuzz"
+_MEMORY: Final = "/dev/shm"
 _PROGRESS: Final = re.compile(r"^#(\d+)\s+(\w+)\s+cov: (\d+)")
 # The limit of seconds is for a hang, and far above what an input takes on a busy machine.
 _LIMITS: Final = ("-rss_limit_mb=3072", "-timeout=300", "-report_slow_units=300", "-reload=0")
@@ -154,13 +155,16 @@ def _search(name: str, folder: Path, given: argparse.Namespace) -> _Search:
     process_arguments = [name, str(folder), str(given.executions), *arguments]
     command = [sys.executable, "-m", "tests.fuzz.fuzz_process", *process_arguments]
     search = _Search()
-    # The same hashes in each run, because they decide the order of sets.
-    environment = os.environ | {"PYTHONHASHSEED": "0"}
-    with subprocess.Popen(
-        command, cwd=_ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment
-    ) as process:
-        assert process.stdout is not None
-        _follow(process.stdout, search)
+    # libFuzzer ends the process without its cleaning up, so targets write their files here. The
+    # folder is in memory, because some write one for each input.
+    with tempfile.TemporaryDirectory(prefix=f"fuzz-{name}-", dir=_MEMORY) as files:
+        # The same hashes in each run, because they decide the order of sets.
+        environment = os.environ | {"PYTHONHASHSEED": "0", "TMPDIR": files}
+        with subprocess.Popen(
+            command, cwd=_ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment
+        ) as process:
+            assert process.stdout is not None
+            _follow(process.stdout, search)
     found = sorted(artifacts.iterdir())
     if found:
         _FINDINGS.mkdir(parents=True, exist_ok=True)

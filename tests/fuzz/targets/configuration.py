@@ -39,8 +39,8 @@ _MAX_ERROR_CHARS = 4_200
 
 @functools.cache
 def _path() -> Path:
-    """Return the path of a file in memory, which belongs to this process alone."""
-    folder = tempfile.TemporaryDirectory(prefix="fuzz-yaml-", dir="/dev/shm")
+    """Return the path of a file that belongs to this process alone."""
+    folder = tempfile.TemporaryDirectory(prefix="fuzz-yaml-")
     _folders.append(folder)
     return Path(folder.name) / "file.yaml"
 

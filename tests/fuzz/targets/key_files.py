@@ -24,8 +24,8 @@ _CLIENT_KEY = re.compile(rb"sk-[0-9a-z]{12,}")
 
 @functools.cache
 def _path() -> Path:
-    """Return the path of a file in memory, which belongs to this process alone."""
-    folder = tempfile.TemporaryDirectory(prefix="fuzz-keys-", dir="/dev/shm")
+    """Return the path of a file that belongs to this process alone."""
+    folder = tempfile.TemporaryDirectory(prefix="fuzz-keys-")
     _folders.append(folder)
     path = Path(folder.name) / "keys"
     path.touch(mode=0o600)
