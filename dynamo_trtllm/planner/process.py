@@ -92,10 +92,11 @@ class PlannerProcess(Lifecycle):
         return self._leadership is not None
 
     async def serve_with_signals(self) -> None:
-        """Serve until SIGTERM, SIGINT or `stop()`."""
+        """Serve until SIGTERM, SIGINT, SIGHUP or `stop()`."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
+        self._stop_on_hangup()
         await self.serve()
 
     def _background_failed(self, reason: str) -> None:

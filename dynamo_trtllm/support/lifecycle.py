@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 from abc import ABC, abstractmethod
 from concurrent.futures import Future
@@ -42,6 +43,14 @@ class Lifecycle(ABC):
     @abstractmethod
     async def _serve(self) -> None:
         """Serve until `_stop_event` is set. Call `_note_ready` once requests are accepted."""
+
+    def _stop_on_hangup(self) -> None:
+        """Stop when the terminal is closed (SIGHUP), unless the program was started with nohup.
+
+        A terminal that closes may send the signal twice, so it never skips the drain.
+        """
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.stop)
 
     def _note_ready(self) -> None:
         self._is_ready = True

@@ -272,6 +272,7 @@ class Worker(Lifecycle):
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, on_signal)
+        self._stop_on_hangup()
         try:
             await self.serve()
         except asyncio.CancelledError:

@@ -188,12 +188,16 @@ class Frontend(Lifecycle):
         return 0
 
     async def serve_with_signals(self) -> None:
-        """Serve until SIGTERM or SIGINT, in a process of its own. Raises what `serve` raises."""
+        """Serve until SIGTERM, SIGINT or SIGHUP, in a process of its own.
+
+        Raises what `serve` raises.
+        """
         self._owns_process = True
         _tune_malloc()
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self.stop)
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
+        self._stop_on_hangup()
         await self.serve()
 
     def _interrupt(self) -> None:
