@@ -51,7 +51,7 @@ def test_worker_when_it_registers_then_what_was_loaded_is_frozen(worker: Process
     assert int(frozen.group(1)) > 10_000  # with no engine's library
 
 
-def test_worker_drains_when_its_terminal_closes_and_sigterm_ends_it(
+def test_worker_drains_if_its_terminal_closes_until_sigterm(
     worker: Process, mock_cluster: Cluster
 ) -> None:
     """The last test of this worker. A terminal that closes may send its signal twice."""
