@@ -24,7 +24,25 @@ from dynamo_trtllm.support.http_server.request_head import Headers
 _FLUSH_BYTES = 32 << 10
 JSON = "application/json"
 _SIZE_LINES = [b"%x\r\n" % size for size in range(1024)]  # the size lines of small chunks
+# Line ends of Unicode besides those of the event stream format, in UTF-8 and as JSON escapes. Some
+# clients cut an event there, such as all that read lines with httpx (httpx 0.28, LineDecoder).
+_OTHER_LINE_ENDS = {
+    "\N{NEXT LINE}".encode(): rb"\u0085",
+    "\N{LINE SEPARATOR}".encode(): rb"\u2028",
+    "\N{PARAGRAPH SEPARATOR}".encode(): rb"\u2029",
+}
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}" for status in HTTPStatus}
+
+
+def _without_other_line_ends(events: bytes) -> bytes:
+    """Return the events with escapes in place of the line ends that only some clients know."""
+    # Most text has no such bytes, and this takes less time than the loop.
+    if b"\xe2\x80" not in events and b"\xc2\x85" not in events:
+        return events
+    for line_end, escape in _OTHER_LINE_ENDS.items():
+        if line_end in events:
+            events = events.replace(line_end, escape)
+    return events
 
 
 class ClientDisconnected(Exception):
@@ -253,10 +271,12 @@ class HttpResponse:
     def write(self, events: bytes) -> None:
         """Send events at the end of the event loop's turn. `events` must not be empty.
 
-        Called while `is_writable`, or right after `start_events`.
+        Called while `is_writable`, or right after `start_events`. The data of events is JSON.
         """
         if self.ended:  # the client would take the events for a part of the next response
             return
+        if not events.isascii():
+            events = _without_other_line_ends(events)
         unsent = self._unsent
         if not unsent:
             self._batch.add(self)

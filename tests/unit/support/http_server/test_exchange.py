@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import asyncio
 
+import httpx
+import orjson
 import pytest
 
 from dynamo_trtllm.frontend.api.error_bodies import openai_error
@@ -103,6 +105,19 @@ async def test_write_of_last_events_follows_once() -> None:
     await asyncio.sleep(0)
     assert response.transport.sent == [b"1\r\ny\r\n1\r\nz\r\n0\r\n\r\n"]
     assert (response.num_ends, response.is_writable) == (1, False)
+
+
+@pytest.mark.parametrize("character", ["\x85", "\u2028", "\u2029", "\x0b", "é", "…"])
+async def test_event_is_one_line_for_clients_that_read_with_httpx(character: str) -> None:
+    """Their lines also end at the line ends of Unicode."""
+    text = f"before{character}after"
+    response = Sent(is_chunked=False, keeps_alive=False).started_events()
+    response.write(b"data: " + orjson.dumps({"text": text}) + b"\n\n")
+    await response.send_events(b"data: [DONE]\n\n", last=True)
+    read = httpx.Response(200, content=b"".join(response.transport.sent))
+    event, *rest = read.iter_lines()
+    assert orjson.loads(event.removeprefix("data: ")) == {"text": text}
+    assert rest == ["", "data: [DONE]", ""]
 
 
 async def test_stream_of_http_1_0_then_its_events_have_no_frames() -> None:
