@@ -132,7 +132,6 @@ OF_ASSISTANT_MESSAGES: Final[Mapping[str, str]] = {
 }
 
 # Other forms of a format. Without these fields, its schema would be lost.
-OF_FORMATS: Final[Mapping[str, str]] = {"schema": "use type 'json_schema', with json_schema.schema"}
 OF_RESPONSES_FORMATS: Final[Mapping[str, str]] = {
     "json_schema": "use type 'json_schema', with name and schema",
     "schema": "use type 'json_schema', with name and schema",

@@ -61,11 +61,6 @@ SCHEMA = {"type": "object", "properties": {"a": {}}}
 FORMS = [
     (
         ChatRequest,
-        {"response_format": {"type": "json_object", "schema": SCHEMA}},
-        "response_format.schema",
-    ),
-    (
-        ChatRequest,
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", **SCHEMA}}},
         "response_format.json_schema.properties",
     ),
