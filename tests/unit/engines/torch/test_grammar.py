@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import torch
 
+from dynamo_trtllm.engines.torch import closed_schemas
 from dynamo_trtllm.engines.torch.closed_schemas import closed
 from dynamo_trtllm.engines.torch.format_compiler import FormatCompiler
 from dynamo_trtllm.engines.torch.grammar import GrammarMatcher
@@ -357,6 +358,33 @@ def test_definition_is_closed_unless_it_is_a_part() -> None:
         assert definitions["Base/~A"] == {**A, "additionalProperties": False}
     for reference in ("#/$defs/none", "#/$defs/Base~1~0A/type/x", "#", "#name", "#/allOf/9", 7):
         assert closed({"$ref": reference, "properties": {}, "allOf": [{}]})
+
+
+def test_definition_named_by_an_anchor_is_not_the_root() -> None:
+    schema = {**A, "$defs": {"B": {"allOf": [{"$ref": "#a"}, B]}}}
+    assert closed(schema)["additionalProperties"] is False
+
+
+def test_time_to_close_a_schema_is_in_proportion_to_its_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each definition is within another one, and all are parts."""
+    num_visited = 0
+    members = closed_schemas._members
+
+    def counted(*args: Any, **options: Any) -> Any:
+        nonlocal num_visited
+        num_visited += 1
+        return members(*args, **options)
+
+    monkeypatch.setattr(closed_schemas, "_members", counted)
+    depth = 40
+    schema: dict[str, Any] = {"properties": {str(n): {"type": "string"} for n in range(100)}}
+    for _ in range(depth):
+        schema = {"$defs": {"a": schema}}
+    schema["allOf"] = [{"$ref": "#" + "/$defs/a" * level} for level in range(1, depth + 1)]
+    closed(schema)
+    assert num_visited <= 2 * (100 + 2 * depth + 1)
 
 
 @each_case(
