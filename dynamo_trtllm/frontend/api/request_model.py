@@ -343,7 +343,8 @@ def _json_fault(body: bytes, exc: orjson.JSONDecodeError) -> str:
     """Return what is wrong with a body that is not JSON, as it follows "the request body"."""
     place = _not_utf8(body)
     if place is not None:
-        return f"is not UTF-8 at byte {place}; send JSON in UTF-8, in which no text is cut"
+        hint = "send JSON in UTF-8, and cut texts only between characters"
+        return f"is not UTF-8 at byte {place}; {hint}"
     hint = ""
     if "surrogate" in exc.msg:
         hint = "; a text was cut inside a character, such as an emoji: cut between characters"
