@@ -13,7 +13,6 @@ from dynamo_trtllm.frontend.api.chat import (
     AssistantMessage,
     ChatRequest,
     JsonSchema,
-    ResponseFormat,
 )
 from dynamo_trtllm.frontend.api.completions import CompletionRequest
 from dynamo_trtllm.frontend.api.messages import MessagesRequest
@@ -30,7 +29,6 @@ PLACES: dict[str, tuple[type[RequestModel], str]] = {
     "responses": (ResponseRequest, ""),
     "messages": (MessagesRequest, ""),
     "assistant messages": (AssistantMessage, "messages[]."),
-    "formats of chat": (ResponseFormat, "response_format."),
     "schemas of chat": (JsonSchema, "response_format.json_schema."),
     "formats of responses": (TextFormat, "text.format."),
     "all": (NvExt, "nvext."),

@@ -10,7 +10,7 @@ import ssl
 import sys
 import urllib.parse
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -270,8 +270,10 @@ def _shell_rows() -> list[tuple[str, str]]:
     script = Path(sys.prefix, "bin", "activate")
     if shutil.which(CONSOLE) is not None or not script.is_file():
         return []
-    here = Path.cwd()
-    shown = script.relative_to(here) if script.is_relative_to(here) else script
+    shown = script
+    # It may be in another folder, or the working folder was deleted.
+    with suppress(ValueError, FileNotFoundError):
+        shown = script.relative_to(Path.cwd())
     return [("shell", f"source {shlex.quote(str(shown))}   # once in each terminal")]
 
 

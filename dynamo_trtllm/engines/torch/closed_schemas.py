@@ -95,14 +95,17 @@ class _Visit(NamedTuple):
 def _parts(root: Any) -> set[int]:
     """Return the identities of the schemas that are referred to as parts of others."""
     parts: set[int] = set()
+    # Each schema is visited at most twice, so the time is in proportion to the size of the root.
+    visited: set[tuple[int, bool]] = set()
     pending = [_Visit(root, is_part=False)]
     while pending:
         schema, is_part = pending.pop()
-        if not isinstance(schema, dict):
+        if not isinstance(schema, dict) or (id(schema), is_part) in visited:
             continue
+        visited.add((id(schema), is_part))
         is_part = is_part or _combines(schema)
         target = _target(root, schema.get("$ref")) if is_part else None
-        if isinstance(target, dict) and id(target) not in parts:
+        if isinstance(target, dict):
             parts.add(id(target))
             pending.append(_Visit(target, is_part=True))
         pending += _members(schema, is_part=is_part)
@@ -127,7 +130,7 @@ def _members(schema: dict[str, Any], *, is_part: bool) -> Iterator[_Visit]:
 
 def _target(root: Any, reference: Any) -> Any:
     """Return the schema that a reference `#/…` means. None: there is none."""
-    if not isinstance(reference, str) or reference[:1] != "#":
+    if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
         return None
     target = root
     for step in unquote(reference[1:]).split("/")[1:]:

@@ -309,20 +309,34 @@ class JsonSchema(RequestModel):
 
 
 class ResponseFormat(RequestModel):
-    unsupported: ClassVar = rejected_fields.OF_FORMATS
+    """The format of the answer, in OpenAI's form, or with `schema`, as llama.cpp, Together and some
+    of their clients send it.
+    """
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: Schema | None = Field(None, alias="schema")
 
     @model_validator(mode="after")
     def _has_its_schema(self) -> ResponseFormat:
         needs_schema = self.type == "json_schema"
         has_schema = self.json_schema is not None
-        if needs_schema and not has_schema:
+        if needs_schema and not has_schema and self.schema_ is None:
             invalid("is required with type 'json_schema'", field="json_schema")
         if has_schema and not needs_schema:
             invalid("is only allowed with type 'json_schema'", field="json_schema")
+        if self.schema_ and self.type == "text":
+            invalid("is not allowed with type 'text'", field="schema")
+        if self.json_schema is not None and self.schema_ not in (None, self.json_schema.schema_):
+            invalid("differs from json_schema.schema; send one of them", field="schema")
         return self
+
+    @property
+    def wanted_schema(self) -> dict[str, Any]:
+        """The schema of the answer. {}: any object."""
+        if self.json_schema is not None:
+            return self.json_schema.schema_
+        return self.schema_ or {}
 
 
 class ToolChoice(RequestModel):
@@ -516,6 +530,5 @@ class ChatRequest(CompletionFields):
         formats = super().output_formats()
         if self.response_format is None or self.response_format.type == "text":
             return formats
-        wanted = self.response_format.json_schema
-        text = schema_text(wanted.schema_ if wanted is not None else {})
+        text = schema_text(self.response_format.wanted_schema)
         return {"response_format": OutputFormat(json_schema=text)} | formats

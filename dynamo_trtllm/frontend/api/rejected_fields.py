@@ -99,7 +99,8 @@ OF_TEXT_COMPLETIONS: Final[Mapping[str, str]] = {
     "output_format": _FORMAT,
     "response_format": _FORMAT,
     "system": "put it into the prompt",
-    "text": _FORMAT,
+    # SGLang's name of a prompt, or the format of an answer in /v1/responses
+    "text": "use prompt, or structured_outputs for a format",
     "tool_choice": _CHAT,
     "tools": _CHAT,
 }
@@ -132,7 +133,6 @@ OF_ASSISTANT_MESSAGES: Final[Mapping[str, str]] = {
 }
 
 # Other forms of a format. Without these fields, its schema would be lost.
-OF_FORMATS: Final[Mapping[str, str]] = {"schema": "use type 'json_schema', with json_schema.schema"}
 OF_RESPONSES_FORMATS: Final[Mapping[str, str]] = {
     "json_schema": "use type 'json_schema', with name and schema",
     "schema": "use type 'json_schema', with name and schema",
@@ -211,9 +211,15 @@ _NEUTRAL_OF_SOME: Final[Mapping[str, tuple[Any, ...]]] = {
     "response_format": ({"type": "text"},),
     "suffix": ("",),
     "system": ("", []),
+    "text": ({}, {"format": {"type": "text"}}),
     "tool_choice": ("auto", "none"),
     "tools": ([],),
 }
+
+
+# Gateways that translate requests of Claude Code, such as LiteLLM, also send its `output_config`,
+# which has only an effort. As the other fields of reasoning, it is then ignored and named.
+MEMBERS: Final[Mapping[str, str]] = {"output_config": "format", "text": "format"}
 
 
 def neutral(rejected: Iterable[str]) -> dict[str, tuple[Any, ...]]:

@@ -99,6 +99,9 @@ class RequestModel(BaseModel):
     # Fields of this or another API that are not supported, and why ignoring them would change a
     # response.
     unsupported: ClassVar[Mapping[str, str]] = {}
+    # Objects in `unsupported` of which only one member matters. Without it, they are ignored and
+    # named as unknown fields are.
+    unsupported_members: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
     def __get_pydantic_json_schema__(
@@ -137,6 +140,7 @@ class RequestModel(BaseModel):
         listed = _listed_names(cls)
         # Listed fields come first, so that their errors are reported before errors of unknown
         # fields.
+        ignored: IgnoredFields | None = info.context
         for name, value in data.items():
             if name not in listed or value is None or name in cls.hints:
                 continue
@@ -146,11 +150,12 @@ class RequestModel(BaseModel):
                 if is_whole and abs(value) < _MAX_WHOLE and name in _integer_names(cls):
                     value = int(value)
                 accepted[name] = value
+            elif ignored is not None and cls._lacks_its_member(name, value):
+                ignored.add((name,))
             elif name in cls.no_ops:
                 cls._check_no_op(name, value)
             else:
                 unsupported(f"is not supported: {cls.unsupported[name]}", field=name)
-        ignored: IgnoredFields | None = info.context
         for name, value in data.items():
             if name in listed or value is None:
                 continue
@@ -158,6 +163,14 @@ class RequestModel(BaseModel):
                 break  # a body may have 100,000 unknown fields
             check_unknown(name, _accepted_names(cls), info)
         return accepted
+
+    @classmethod
+    def _lacks_its_member(cls, name: str, value: Any) -> bool:
+        """Return whether a field is an object without the member for which it is rejected."""
+        member = cls.unsupported_members.get(name)
+        if member is None or not isinstance(value, dict):
+            return False
+        return bool(value) and value.get(member) is None
 
     @classmethod
     def _check_no_op(cls, name: str, value: Any) -> None:
@@ -330,7 +343,8 @@ def _json_fault(body: bytes, exc: orjson.JSONDecodeError) -> str:
     """Return what is wrong with a body that is not JSON, as it follows "the request body"."""
     place = _not_utf8(body)
     if place is not None:
-        return f"is not UTF-8 at byte {place}; send JSON in UTF-8, in which no text is cut"
+        hint = "send JSON in UTF-8, and cut texts only between characters"
+        return f"is not UTF-8 at byte {place}; {hint}"
     hint = ""
     if "surrogate" in exc.msg:
         hint = "; a text was cut inside a character, such as an emoji: cut between characters"

@@ -183,6 +183,7 @@ class SamplingFields(RequestModel):
     hints: ClassVar = frozenset({"prompt_cache_retention", "prompt_cache_options"})
     no_ops: ClassVar[Mapping[str, tuple[Any, ...]]] = rejected_fields.NEUTRAL
     unsupported: ClassVar[Mapping[str, str]] = rejected_fields.OF_ALL
+    unsupported_members: ClassVar[Mapping[str, str]] = rejected_fields.MEMBERS
 
     model: Id
     stream: bool = False

@@ -81,7 +81,12 @@ def test_simulate_prints_json(run: Callable[[str], str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "load", ["--trace one.jsonl", "--shape 1000/20 --concurrency 8 --requests 8"]
+    "load",
+    [
+        "--trace one.jsonl",
+        "--shape 1000/20 --concurrency 8 --requests 8",
+        "--shape 1000/20 --concurrency 2 --requests 8",
+    ],
 )
 def test_requests_that_arrive_at_once_have_a_rate(
     run: Callable[[str], str], tmp_path: Path, load: str

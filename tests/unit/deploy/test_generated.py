@@ -39,6 +39,7 @@ from tests.unit.deploy.recipes import (
     gpus,
     name_of,
     of_kind,
+    planners,
     worker_config,
     workers,
 )
@@ -229,18 +230,22 @@ def mock_deployment(output: str, *words: str) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all(written.getvalue()))
 
 
-@each_case("namespace", ["prod-1", "123", "true", "Null", "#x", "a:b", "it's", "-", "a{b}", "$(X)"])
+@each_case("namespace", ["prod-1", "123", "true", "Null", "#x", "a:b", "it's", "-", "$(X)${X}"])
 def test_namespace_is_the_text_that_was_given(namespace: str) -> None:
-    words = ("--namespace", namespace)
+    words = (
+        *("--namespace", namespace, "--elastic", "3"),
+        *("--router-mode", "slo", "--slo-ttft-ms", "2000", "--slo-itl-ms", "100"),
+    )
     docs = mock_deployment("kubernetes", *words)
-    for pod in (*workers(docs), *frontends(docs)):
+    for pod in (*workers(docs), *frontends(docs), *planners(docs)):
         variables = {variable["name"]: variable.get("value") for variable in pod.container["env"]}
         # Kubernetes replaces $(X), and reads $$(X) as $(X).
-        assert variables["DYN_NAMESPACE"].replace("$$(", "$(") == namespace
+        assert variables["DYN_NAMESPACE"] == namespace.replace("$(", "$$(")
     (made,) = mock_deployment("compose", *words)
-    for name in ("frontend", "prefill"):
+    for name in ("frontend", "elastic-1", "planner"):
+        # Compose replaces ${X}, and reads $$ as $.
         shown = made["services"][name]["environment"]["DYN_NAMESPACE"]
-        assert shown.replace("$$", "$") == namespace
+        assert shown == namespace.replace("$", "$$")
 
 
 class _Ready(BaseHTTPRequestHandler):

@@ -212,6 +212,8 @@ def test_references_of_a_tool_follow_its_schema_into_the_call(
             "near": {"type": "array", "items": {"$ref": "#"}},
             "$ref": {"type": "string", "enum": ["#/x"], "default": {"$ref": "#/x"}},
             "named": {"$ref": "#city"},
+            "default": {"$ref": "#/$defs/City"},
+            "other": {"$id": "https://example.org/other", "$ref": "#/x"},
         },
         "$defs": {"City": {"$anchor": "city", "anyOf": [{"$ref": "#/$defs/Name"}]}},
     }
@@ -228,6 +230,8 @@ def test_references_of_a_tool_follow_its_schema_into_the_call(
             "near": {"type": "array", "items": {"$ref": root}},
             "$ref": {"type": "string", "enum": ["#/x"], "default": {"$ref": "#/x"}},
             "named": {"$ref": "#city"},
+            "default": {"$ref": f"{root}/$defs/City"},
+            "other": {"$id": "https://example.org/other", "$ref": "#/x"},
         },
         "$defs": {"City": {"$anchor": "city", "anyOf": [{"$ref": f"{root}/$defs/Name"}]}},
     }

@@ -187,6 +187,11 @@ def test_summary_of_an_inactive_environment_activates_it(
     names = [name for name, _ in rows]
     assert names.index("shell") < names.index("chat")
     assert dict(rows)["shell"].startswith(f"source {shown.format(tmp_path)} ")
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    text = dict(main._summary(specs, "http://localhost:80"))["shell"]
+    assert shlex.split(text, comments=True) == ["source", str(folder / "bin" / "activate")]
 
 
 def test_summary_has_the_key_in_its_curl_command() -> None:

@@ -8,7 +8,7 @@ import math
 import msgspec
 import pytest
 
-from dynamo_trtllm.cli.simulate import json_text
+from dynamo_trtllm.cli.simulate import _milliseconds, json_text
 from dynamo_trtllm.config.deployment import checked_deployment
 from dynamo_trtllm.launch.plan import processes
 from dynamo_trtllm.protocol.errors import ConfigError
@@ -128,3 +128,4 @@ def test_load_without_an_answer_has_no_times_and_no_goodput() -> None:
     assert outcome.goodput_per_gpu(Slo()) == 0
     figures = json.loads(json_text(outcome.figures()), parse_constant=pytest.fail)
     assert figures["ttft_ms"] == {"p50": None, "p90": None, "p99": None}
+    assert _milliseconds(outcome.figures()["ttft_ms"]["p50"]) == "-"

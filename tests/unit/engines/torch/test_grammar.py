@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import torch
 
+from dynamo_trtllm.engines.torch import closed_schemas
 from dynamo_trtllm.engines.torch.closed_schemas import closed
 from dynamo_trtllm.engines.torch.format_compiler import FormatCompiler
 from dynamo_trtllm.engines.torch.grammar import GrammarMatcher
@@ -323,8 +324,8 @@ def test_schema_with_properties_allows_no_others(schema: Any, is_closed: bool) -
 
 A = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
 B = {"type": "object", "properties": {"b": {"const": 2}}, "required": ["b"]}
-BASE = {"$defs": {"Base/~A": A}}
-TO_BASE = {"$ref": "#/$defs/Base~1~0A"}
+BASE = {"$defs": {"Base/~1A": A}}
+TO_BASE = {"$ref": "#/$defs/Base~1~01A"}
 
 
 @each_case(
@@ -351,12 +352,39 @@ def test_properties_of_several_schemas_are_combined(
 
 def test_definition_is_closed_unless_it_is_a_part() -> None:
     both = closed({"properties": {"x": TO_BASE, "y": {"allOf": [TO_BASE, B]}}, **BASE})
-    assert both["$defs"]["Base/~A"] == A
+    assert both["$defs"]["Base/~1A"] == A
     for alone in ({"description": "x", **TO_BASE}, {"description": "x", "allOf": [TO_BASE]}):
         definitions = closed({"properties": {"x": alone}, **BASE})["$defs"]
-        assert definitions["Base/~A"] == {**A, "additionalProperties": False}
-    for reference in ("#/$defs/none", "#/$defs/Base~1~0A/type/x", "#", "#name", "#/allOf/9", 7):
+        assert definitions["Base/~1A"] == {**A, "additionalProperties": False}
+    for reference in ("#/$defs/none", "#/$defs/Base~1~01A/type/x", "#", "#name", "#/allOf/9", 7):
         assert closed({"$ref": reference, "properties": {}, "allOf": [{}]})
+
+
+def test_definition_named_by_an_anchor_is_not_the_root() -> None:
+    schema = {**A, "$defs": {"B": {"allOf": [{"$ref": "#a"}, B]}}}
+    assert closed(schema)["additionalProperties"] is False
+
+
+def test_time_to_close_a_schema_is_in_proportion_to_its_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each definition is within another one, and all are parts."""
+    num_visited = 0
+    members = closed_schemas._members
+
+    def counted(*args: Any, **options: Any) -> Any:
+        nonlocal num_visited
+        num_visited += 1
+        return members(*args, **options)
+
+    monkeypatch.setattr(closed_schemas, "_members", counted)
+    depth = 40
+    schema: dict[str, Any] = {"properties": {str(n): {"type": "string"} for n in range(100)}}
+    for _ in range(depth):
+        schema = {"$defs": {"a": schema}}
+    schema["allOf"] = [{"$ref": "#" + "/$defs/a" * level} for level in range(1, depth + 1)]
+    closed(schema)
+    assert num_visited <= 2 * (100 + 2 * depth + 1)
 
 
 @each_case(
@@ -367,6 +395,8 @@ def test_definition_is_closed_unless_it_is_a_part() -> None:
         {"allOf": [{"type": "string", "format": "int32"}]},
         {"type": "object", "properties": {"format": {"type": "string", "format": "byte"}}},
         {"type": "array", "items": {"format": "binary"}, "uniqueItems": False},
+        {"type": "object", "properties": {"a": {}}, "unevaluatedProperties": True},
+        {"type": "object", "properties": {"enum": {"type": "string", "format": "path"}}},
         {"$ref": "#/x/format", "x": {"format": {"type": "string", "format": "uri-reference"}}},
     ],
 )

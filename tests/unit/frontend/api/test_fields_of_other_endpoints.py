@@ -45,9 +45,11 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type":
 SENT = [
     (CompletionRequest, {"max_output_tokens": 3}, "use max_tokens"),
     (CompletionRequest, {"response_format": FORMAT}, "use structured_outputs"),
+    (CompletionRequest, {"text": "hi"}, "use prompt"),
     (ChatRequest, {"max_output_tokens": 3}, "use max_tokens"),
     (ChatRequest, {"instructions": "be brief"}, "send a message with the role system"),
     (ChatRequest, {"text": {"format": {"type": "json_object"}}}, "use response_format"),
+    (ChatRequest, {"output_config": {"effort": "low", "format": FORMAT}}, "use response_format"),
     (ChatRequest, {"previous_response_id": "resp_1"}, "use /v1/responses"),
     (ResponseRequest, {"system": "be brief"}, "use instructions"),
     (ResponseRequest, {"guided_json": {"type": "object"}}, "use text.format"),
@@ -59,11 +61,6 @@ SENT = [
 SCHEMA = {"type": "object", "properties": {"a": {}}}
 # Forms of other servers and endpoints, whose schema would be lost.
 FORMS = [
-    (
-        ChatRequest,
-        {"response_format": {"type": "json_object", "schema": SCHEMA}},
-        "response_format.schema",
-    ),
     (
         ChatRequest,
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", **SCHEMA}}},
@@ -78,6 +75,7 @@ FORMS = [
 HARMLESS = [
     (CompletionRequest, {"response_format": {"type": "text"}, "tool_choice": "auto", "tools": []}),
     (ChatRequest, {"instructions": "", "output_config": {}, "text": None}),
+    (ChatRequest, {"text": {"format": {"type": "text"}}}),
     (ResponseRequest, {"functions": [], "function_call": "auto", "best_of": 1, "system": ""}),
     (MessagesRequest, {"parallel_tool_calls": True, "instructions": "", "documents": []}),
 ]
@@ -139,6 +137,16 @@ def test_value_without_effect_is_accepted(
 ) -> None:
     _, ignored = parsed(model, fields)
     assert ignored == set()
+
+
+@each_case("name", ["output_config", "text"])
+def test_effort_of_another_endpoint_is_ignored_and_named(name: str) -> None:
+    """LiteLLM sends the `output_config` of Claude Code to chat, beside its translation."""
+    _, ignored = parsed(ChatRequest, {name: {"effort": "medium", "format": None}})
+    assert ignored == {name}
+    body = BODIES[ChatRequest] | {name: {"effort": "medium"}}
+    with pytest.raises(UnsupportedParameter, match="use response_format"):
+        parse(ChatRequest, orjson.dumps(body))  # with --unknown-fields reject
 
 
 def test_tool_in_the_form_of_openai_is_no_hosted_tool() -> None:

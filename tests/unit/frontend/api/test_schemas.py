@@ -97,3 +97,39 @@ def test_format_and_schema_that_do_not_go_together_then_refused() -> None:
     form = {"type": "text", "json_schema": {"name": "x", "schema": {}}}
     with pytest.raises(InvalidRequest, match="is only allowed with type 'json_schema'"):
         parse(ChatRequest, orjson.dumps(body | {"response_format": form}))
+
+
+def in_form(form: dict[str, Any]) -> ChatRequest:
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+    return parse(ChatRequest, orjson.dumps(body | {"response_format": form}))
+
+
+@each_case("kind", ["json_object", "json_schema"])
+def test_schema_beside_the_type_is_that_of_the_answer(kind: str) -> None:
+    """llama.cpp's and Together's clients send it there, such as older ones of Instructor."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    named = {"json_schema": {"name": "x", "schema": schema}} if kind == "json_schema" else {}
+    for form in ({"type": kind, "schema": schema}, {"type": kind, "schema": schema, **named}):
+        taken = in_form(form).output_formats()["response_format"].json_schema
+        assert taken is not None
+        assert orjson.loads(taken) == schema
+    assert in_form({"type": "text", "schema": {}}).output_formats() == {}
+
+
+@each_case(
+    ("form", "reason"),
+    [
+        ({"type": "text", "schema": NODE}, "is not allowed with type 'text'"),
+        (
+            {"type": "json_schema", "schema": NODE, "json_schema": {"name": "x", "schema": {}}},
+            "differs from json_schema.schema; send one of them",
+        ),
+        ({"type": "json_object", "schema": {"type": "dict"}}, "at /type, not 'dict'"),
+    ],
+)
+def test_schema_beside_the_type_that_does_not_fit_is_refused(
+    form: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=reason) as refused:
+        in_form(form)
+    assert refused.value.field == "response_format.schema"
