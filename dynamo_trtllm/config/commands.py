@@ -488,8 +488,8 @@ class CompletionConfig(Config):
       %(prog)s bash > ~/.local/share/bash-completion/completions/dynamo-trtllm
       %(prog)s zsh > ~/.zfunc/_dynamo-trtllm
       %(prog)s fish > ~/.config/fish/completions/dynamo-trtllm.fish
-    New shells then complete commands and flags. Make the folder first if it does not exist, with
-    mkdir -p. For zsh, $fpath must have it before compinit. For this bash alone:
+    New shells then complete commands and flags. If the folder does not exist, create it first with
+    mkdir -p. For zsh, $fpath must have it before compinit runs. Only for the current bash:
     source <(dynamo-trtllm completion bash)
     """
 

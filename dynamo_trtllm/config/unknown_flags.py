@@ -67,7 +67,7 @@ def reject_unknown(
         if positional is not None:
             name = positional.names[0]
             raise ConfigError(
-                f"{word!r} is a second {name}; give only one, in quotes if it has blanks"
+                f"{word!r} is a second {name}; give only one, and quote it if it contains spaces"
             )
         hint = "every setting is a flag, see --help"
         if "model_path" in model.model_fields:

@@ -196,7 +196,7 @@ def _generate(triggered: Triggered) -> None:
 
     Raises:
         FormatTooComplex: a token takes too long, or exceeds a limit of llguidance.
-        RequestRejected: no output follows the format.
+        RequestRejected: no complete output matches the format.
     """
     matcher = triggered.matcher
     for step in range(STEPS):
@@ -221,8 +221,8 @@ def _generate(triggered: Triggered) -> None:
         # llguidance's names for "no token can follow"
         if reason in ("NoExtension", "NoExtensionBias"):
             raise RequestRejected(
-                "the output format is not supported: no output that ends follows it; check where it"
-                " refers to itself, and which characters it allows",
+                "the output format is not supported: no complete output matches it; check it for"
+                " endless recursion, and which characters it allows",
                 field="guided",
             )
         raise FormatTooComplex(f"the output format is too complex: {reason}; simplify it")

@@ -243,7 +243,7 @@ def _as_function(tool: Any) -> Any:
     kind = tool.get("type") if isinstance(tool, dict) else None
     if kind == "function":
         form = "leave it out, and send name, description and input_schema"
-        unsupported(f"'function' is of OpenAI's APIs; {form}", field="type")
+        unsupported(f"'function' belongs to OpenAI's APIs; {form}", field="type")
     function = client_tool(kind, tool.get("name")) if isinstance(kind, str) else None
     return tool if function is None else function
 

@@ -288,8 +288,8 @@ def test_table_has_a_function_for_every_command() -> None:
         ),
         (
             "chat a b",
-            "dynamo-trtllm chat: 'b' is a second QUESTION; give only one, in quotes if it has"
-            " blanks\n",
+            "dynamo-trtllm chat: 'b' is a second QUESTION; give only one, and quote it if it"
+            " contains spaces\n",
         ),
         (
             "worker --help=xyzzy",
@@ -297,8 +297,8 @@ def test_table_has_a_function_for_every_command() -> None:
         ),
         (
             "demo a b",
-            "dynamo-trtllm demo: 'b' is a second DEPLOYMENT; give only one, in quotes if it has"
-            " blanks\n",
+            "dynamo-trtllm demo: 'b' is a second DEPLOYMENT; give only one, and quote it if it"
+            " contains spaces\n",
         ),
         (
             f"launch {300 * 'a'}",

@@ -156,7 +156,7 @@ async def test_format_that_no_output_follows_is_not_called_complex(tokenizer: Pa
     endless = OutputFormat(json_schema='{"$ref": "#"}')
     async with running(tokenizer) as (compiler, _):
         for wanted in (regex(r"[^\s\S]"), StructuredOutput(alternatives=(endless,))):
-            with pytest.raises(RequestRejected, match="no output that ends follows it"):
+            with pytest.raises(RequestRejected, match="no complete output matches it"):
                 await compiler.compile(wanted, (END,))
 
 
