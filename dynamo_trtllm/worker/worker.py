@@ -237,9 +237,9 @@ class Worker(Lifecycle):
         return http_url(config.system_host, self._system_port, "", uses_tls=uses_tls)
 
     def run(self) -> None:
-        """Serve until SIGTERM, SIGINT or `stop()`, in the main thread only.
+        """Serve until SIGTERM, SIGINT, SIGHUP or `stop()`, in the main thread only.
 
-        A second signal exits with 1 at once.
+        While it stops, another SIGTERM or SIGINT exits with 1 at once.
 
         Raises:
             ConfigError: the configuration is invalid.
