@@ -36,7 +36,7 @@ def main(config: SimulateConfig) -> None:
 
 
 def json_text(figures: Mapping[str, Any]) -> str:
-    """Return figures as JSON. A figure without a value, such as that of no request, is null."""
+    """Return figures as JSON text. NaN, the figure if no request was completed, becomes null."""
     return msgspec.json.format(msgspec.json.encode(figures), indent=2).decode() + "\n"
 
 

@@ -129,7 +129,7 @@ class ClusterDeployment:
         """Return the beginning of the names of all objects, which are labels of DNS."""
         last = self.model.name.rpartition("/")[2].lower()
         name = re.sub(r"[^a-z0-9]+", "-", last).strip("-")[:_MAX_NAME_CHARS].strip("-")
-        # The name is also the value of labels, which must be text.
+        # The name is also the value of labels. There, YAML must read it as text.
         is_name = name[:1].isalpha() and name not in YAML_WORDS
         return name if is_name else f"model-{name}".strip("-")
 

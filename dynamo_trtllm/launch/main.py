@@ -263,9 +263,10 @@ def _name_rows(record: LaunchRecord) -> list[tuple[str, str]]:
 
 
 def _shell_rows() -> list[tuple[str, str]]:
-    """Return how a new shell finds the commands of the panel, if this process does not find them.
+    """Return the row that says how a shell finds the commands of the panel.
 
-    `scripts/demo` starts the program of an environment that no shell has activated.
+    There is no row if this process finds them. `scripts/demo` starts the program of a virtual
+    environment that the shell has not activated.
     """
     script = Path(sys.prefix, "bin", "activate")
     if shutil.which(CONSOLE) is not None or not script.is_file():

@@ -292,7 +292,7 @@ def _cause(log: str, folder: Path) -> str:
     """Return why a server ended and what to do; "" if this is not known.
 
     Args:
-        log: the end of its log. The cause may stand before a long list of calls.
+        log: the end of its log. The cause may come before a long stack trace.
         folder: folder of its data and log.
     """
     if _TOO_FEW_FILES.search(log):

@@ -37,7 +37,7 @@ _MAX_ROUNDS: Final = 30
 # At most this multiple of the present streams is predicted.
 _MAX_GROWTH: Final = 8.0
 _MAX_WANTED: Final = 1024  # most workers of a role
-# So many more decode workers than gaps need are tried, because they shorten KV transfers.
+# How many decode workers beyond the fewest are tried, because they shorten KV transfers.
 _MORE_DECODE: Final = 16
 # The shortest time of a step. The cost model of a mock engine may have steps that take no time.
 _SHORTEST_STEP_S: Final = 1e-6
@@ -206,8 +206,9 @@ class Predictor:
     def wanted(self) -> RoleCounts:
         """Return how many workers of fixed roles this work needs to keep the limits.
 
-        More decode workers have shorter KV transfers, which leave more time for prefill. So of some
-        numbers of decode workers, the one with the fewest workers of both roles is taken.
+        With more decode workers, KV transfers are shorter, which leaves more time for prefill. So
+        several numbers of decode workers are tried, and the one is taken that needs the fewest
+        workers of both roles together.
         """
 
         def decode_part(count: int) -> float:
@@ -320,7 +321,7 @@ class Predictor:
         demand = self._demand
         prompt_tokens = demand.prompt_tokens
         # While one transfer takes its turn on the network of a worker, the next one waits. KV of
-        # cached tokens is fetched, too, but how many these are is not reported.
+        # cached tokens is fetched, too, but workers do not report their number.
         turn_s = cost.kv_transfer_s(0, other_tokens=prompt_tokens) - cost.kv_transfer_s(0)
         busy = turn_s * demand.prompts_per_s / num_workers
         seconds = cost.kv_transfer_s(prompt_tokens) + _queue_s(turn_s, busy) + _growth_s(busy)
@@ -400,8 +401,9 @@ def _queue_s(service_s: float, busy: float) -> float:
 
 
 def _growth_s(busy: float) -> float:
-    """Return the time of the work that is left over after _GROWS_FOR_S, if more arrives than is
-    done.
+    """Return the time for the work that is added to a growing queue within _GROWS_FOR_S.
+
+    It is 0 if `busy` is at most _MAX_BUSY.
     """
     return (busy - min(busy, _MAX_BUSY)) * _GROWS_FOR_S
 

@@ -216,8 +216,8 @@ def kv_transfer_features(prompt_tokens: float, other_tokens: float) -> Features:
 
     Args:
         prompt_tokens: the tokens of this prompt.
-        other_tokens: those of the prompts whose KV the worker still fetches when the call arrives.
-            All share the network of the worker.
+        other_tokens: the tokens of the prompts whose KV the worker still fetches when the call
+            arrives. All these transfers share the network of the worker.
     """
     return 1.0, prompt_tokens * _PER_KI, other_tokens * _PER_KI
 
@@ -552,8 +552,8 @@ class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
         Args:
             prompt_tokens: the tokens of the prompt.
-            other_tokens: those of other prompts whose KV the worker fetches before.
-            after_s: the call begins after this time. Meanwhile, KV of the others is fetched.
+            other_tokens: the tokens of the prompts whose KV the worker fetches before this one.
+            after_s: time until the call begins. Meanwhile, the worker fetches KV of those prompts.
         """
         if self.kv_transfer is None:
             return 0.0

@@ -453,7 +453,7 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
     # the prefix cache. Older workers do not report them.
     computed_prompts: Count = 0
     computed_tokens: Count = 0
-    fetching_tokens: Count = 0  # of the prompts of decode calls that have no first token yet
+    fetching_tokens: Count = 0  # prompt tokens of the decode calls without a first token yet
 
     def work(
         self,

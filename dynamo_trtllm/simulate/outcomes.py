@@ -104,7 +104,7 @@ class Outcome:
         requests: the requests in the order of their arrival.
         num_gpus: number of GPUs of all workers.
         num_share_changes: how often a planner has changed shares.
-        is_closed_loop: a request arrived when another one ended.
+        is_closed_loop: a request arrives whenever another one ends.
     """
 
     def __init__(
@@ -134,13 +134,13 @@ class Outcome:
 
     @property
     def rate(self) -> float:
-        """Return how many requests arrived per second."""
+        """Return the number of requests per second."""
         first_s = self.requests[0].arrived_s
         span_s = self.requests[-1].arrived_s - first_s
         if span_s and not self.is_closed_loop:
             return (len(self.requests) - 1) / span_s
-        # The times of arrival say nothing of the rate: in a closed loop, the first requests arrive
-        # at once, and none arrives while the last ones run.
+        # Here the times of arrival do not give the rate. In a closed loop, the first requests
+        # arrive at once, and none arrives while the last ones run.
         return len(self.requests) / self.seconds if self.completed else 0.0
 
     @property

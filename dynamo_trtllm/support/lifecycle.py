@@ -47,7 +47,7 @@ class Lifecycle(ABC):
     def _stop_on_hangup(self) -> None:
         """Stop when the terminal is closed (SIGHUP), unless the program was started with nohup.
 
-        A terminal that closes may send the signal twice, so it never skips the drain.
+        The signal may arrive twice when a terminal closes, so a second one does not end the drain.
         """
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.stop)

@@ -408,9 +408,9 @@ class Supervisor:
             The exit status of each program's last run.
 
         Raises:
-            RunFailed: a program can't be restarted, or the context of a run or, before a stop,
-                `work` raised it.
-            ConfigError: the context of a program's first run or, before a stop, `work` raised it.
+            RunFailed: a program can't be restarted. Or the context of a run raised it, or `work`
+                before a stop.
+            ConfigError: the context of a program's first run raised it, or `work` before a stop.
         """
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
@@ -439,7 +439,7 @@ class Supervisor:
         return {name: await child.ended() for name, child in self._children.items()}
 
     async def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Await `work`. After `stop`, it may fail because programs that it needs are ending."""
+        """Await `work`. Ignore its errors after `stop`, because programs that it needs then end."""
         try:
             await work
         except (RunFailed, ConfigError):

@@ -540,7 +540,7 @@ class CostFit:
         tokens = call.new_tokens
         if call.fetches_kv:
             features = kv_transfer_features(tokens, call.other_tokens)
-            # With more kinds, old samples of rare kinds would stay for long.
+            # With more kinds, the samples of rare kinds would become too old.
             kind = tokens.bit_length(), call.other_tokens > 0
             self.kv_transfer.add(features, kind, call.seconds)
             return

@@ -111,8 +111,8 @@ class MockArgs(BaseModel):
     )
     kv_transfer_block_s: NonNegativeFloat = Field(
         0.0,
-        description="more seconds of a KV transfer per KV block; transfers to one worker take turns"
-        " with its network",
+        description="more seconds of a KV transfer per KV block, in which transfers to one worker"
+        " wait for each other",
     )
     kv_post_block_s: NonNegativeFloat = Field(
         0.0,

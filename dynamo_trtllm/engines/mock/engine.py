@@ -109,7 +109,7 @@ class MockEngine(
             tokens_per_event=tokens_per_event,
         )
         self._tasks: set[asyncio.Task[None]] = set()  # the tasks of streams
-        self._network_free_at = 0.0  # when the simulated KV transfers so far will be finished
+        self._network_free_at = 0.0  # when the KV transfers so far will have ended
 
     async def start(self) -> EngineInfo:
         await self._backend.start(self._transfers.release)
@@ -192,7 +192,10 @@ class MockEngine(
         return Chunk(token_ids=kv_params.first_token_ids, stats=stream.phases.timings())
 
     def _transfer_s(self, num_blocks: int) -> float:
-        """Return how long a KV transfer that begins now takes. It waits for those before it."""
+        """Add a KV transfer that begins now, and return how long it takes.
+
+        It waits for the transfers that were added before it.
+        """
         now = self._clock()
         begins_at = max(now, self._network_free_at)
         self._network_free_at = begins_at + self._args.kv_transfer_block_s * num_blocks

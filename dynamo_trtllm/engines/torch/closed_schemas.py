@@ -1,4 +1,4 @@
-"""Close the objects of a JSON Schema, so that a model adds no properties that it does not name."""
+"""Close the objects of a JSON Schema, so that models add no properties that are not in it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NAMED_SCHEMAS: Final = (
     "definitions",
     "dependentSchemas",
 )
-# Keywords whose value is a list of schemas for the same object. One of them is used.
+# Keywords whose value is a list of alternative schemas for the same object.
 _ALTERNATIVES: Final = ("anyOf", "oneOf")
 # Keywords that say which properties an object may have besides those in `properties`.
 _OTHER_PROPERTIES: Final = (
@@ -41,9 +41,9 @@ def closed(schema: Any) -> Any:
     Without this rule, a model may add properties until it reaches max_tokens. XGrammar, which vLLM
     and TensorRT-LLM use, has the same rule by default (`strict_mode`).
 
-    An object may have other properties if its schema says which. Schemas that name only a part of
-    the properties of an object stay open, and so does the object: the schemas within `allOf`, the
-    alternatives beside other properties, and what such schemas refer to.
+    An object stays open if its schema says which other properties it may have. It also stays open
+    if several schemas name its properties, because each of them names only a part: the schemas
+    within `allOf`, alternatives beside other properties, and the schemas that these refer to.
     """
     return _closed(schema, _parts(schema), is_part=False)
 
@@ -93,7 +93,7 @@ class _Visit(NamedTuple):
 
 
 def _parts(root: Any) -> set[int]:
-    """Return the identities of the schemas that are referred to as parts of others."""
+    """Return the `id()` of each referenced schema that names only a part of the properties."""
     parts: set[int] = set()
     # Each schema is visited at most twice, so the time is in proportion to the size of the root.
     visited: set[tuple[int, bool]] = set()
@@ -113,7 +113,13 @@ def _parts(root: Any) -> set[int]:
 
 
 def _members(schema: dict[str, Any], *, is_part: bool) -> Iterator[_Visit]:
-    """Yield the schemas within a schema. `is_part`: those for the same object are parts."""
+    """Yield the schemas within a schema.
+
+    Args:
+        schema: the schema.
+        is_part: it names only a part of the properties of an object. Then the schemas within it
+            that are for the same object are parts, too.
+    """
     for keyword, value in schema.items():
         if keyword in _NAMED_SCHEMAS and isinstance(value, dict):
             yield from (_Visit(member, is_part=False) for member in value.values())
@@ -129,7 +135,7 @@ def _members(schema: dict[str, Any], *, is_part: bool) -> Iterator[_Visit]:
 
 
 def _target(root: Any, reference: Any) -> Any:
-    """Return the schema that a reference `#/…` means. None: there is none."""
+    """Return the schema to which a reference `#/…` points. None: there is none."""
     if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
         return None
     target = root

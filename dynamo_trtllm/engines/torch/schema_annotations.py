@@ -1,10 +1,10 @@
-"""Leave out what has no effect in a JSON Schema, but is rejected by llguidance."""
+"""Remove keywords from a JSON Schema that have no effect and that llguidance rejects."""
 
 from __future__ import annotations
 
 from typing import Any, Final
 
-# The formats of texts that llguidance enforces.
+# The values of `format` that llguidance enforces.
 _FORMATS: Final = frozenset(
     {
         "date",
@@ -27,14 +27,14 @@ _NAMED_SCHEMAS: Final = (
     "definitions",
     "dependentSchemas",
 )
-_DATA: Final = ("const", "default", "enum", "examples")  # keywords whose values are no schemas
+_DATA: Final = ("const", "default", "enum", "examples")  # keywords whose values are not schemas
 
 
 def without_annotations(schema: Any) -> Any:
     """Return a copy of a schema without the keywords that have no effect.
 
-    A format is a hint unless a program knows it. Generators of schemas write formats of their own:
-    "path" and "password" are pydantic's, "int32" and "byte" are OpenAPI's.
+    A `format` that a program does not know is only a hint. Generators of schemas write formats of
+    their own: "path" and "password" are pydantic's, "int32" and "byte" are OpenAPI's.
     """
     if isinstance(schema, list):
         return [without_annotations(member) for member in schema]

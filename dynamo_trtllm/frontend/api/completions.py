@@ -85,7 +85,7 @@ class CompletionRequest(CompletionFields):
 
     prompt: Annotated[Prompts, BeforeValidator(_prompts, json_schema_input_type=PromptSent)]
     max_tokens: int | None = Field(None, ge=0)
-    # Of chat. Some load generators send both names to both endpoints.
+    # A field of chat requests. Some load generators send both names to both endpoints.
     max_completion_tokens: int | None = Field(None, ge=0)
     logprobs: int | None = Field(None, ge=0, le=5)
     echo: bool = False

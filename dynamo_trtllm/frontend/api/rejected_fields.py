@@ -132,7 +132,7 @@ OF_ASSISTANT_MESSAGES: Final[Mapping[str, str]] = {
     "refusal": "send it as content",
 }
 
-# Other forms of a format. Without these fields, its schema would be lost.
+# Other forms of an output format. If these fields were ignored, its schema would be lost.
 OF_RESPONSES_FORMATS: Final[Mapping[str, str]] = {
     "json_schema": "use type 'json_schema', with name and schema",
     "schema": "use type 'json_schema', with name and schema",
@@ -217,15 +217,16 @@ _NEUTRAL_OF_SOME: Final[Mapping[str, tuple[Any, ...]]] = {
 }
 
 
-# Gateways that translate requests of Claude Code, such as LiteLLM, also send its `output_config`,
-# which has only an effort. As the other fields of reasoning, it is then ignored and named.
+# The members for which these objects are rejected, see `RequestModel.unsupported_members`. Gateways
+# that translate requests of Claude Code, such as LiteLLM, also send its `output_config`, which has
+# only an effort. It is then ignored and named, as other fields of reasoning are.
 MEMBERS: Final[Mapping[str, str]] = {"output_config": "format", "text": "format"}
 
 
 def neutral(rejected: Iterable[str]) -> dict[str, tuple[Any, ...]]:
-    """Return the values with which an endpoint accepts the fields that it rejects otherwise.
+    """Return the values with which an endpoint accepts fields that it otherwise rejects.
 
-    `rejected`: the names of the fields. `NEUTRAL` has the values of all endpoints.
+    `rejected`: the names of the fields. `NEUTRAL` has the values that all endpoints accept.
     """
     return {name: _NEUTRAL_OF_SOME[name] for name in rejected if name in _NEUTRAL_OF_SOME}
 

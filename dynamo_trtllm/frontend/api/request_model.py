@@ -99,8 +99,8 @@ class RequestModel(BaseModel):
     # Fields of this or another API that are not supported, and why ignoring them would change a
     # response.
     unsupported: ClassVar[Mapping[str, str]] = {}
-    # Objects in `unsupported` of which only one member matters. Without it, they are ignored and
-    # named as unknown fields are.
+    # Fields of `unsupported` whose value is an object that is rejected only for one member, by the
+    # name of this member. Without it, such a field is ignored and named, as unknown fields are.
     unsupported_members: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
@@ -340,7 +340,7 @@ def parse(model: type[M], body: bytes, ignored: IgnoredFields | None = None) -> 
 
 
 def _json_fault(body: bytes, exc: orjson.JSONDecodeError) -> str:
-    """Return what is wrong with a body that is not JSON, as it follows "the request body"."""
+    """Return what is wrong with a body that is not JSON, as text after "the request body"."""
     place = _not_utf8(body)
     if place is not None:
         hint = "send JSON in UTF-8, and cut texts only between characters"
@@ -353,10 +353,10 @@ def _json_fault(body: bytes, exc: orjson.JSONDecodeError) -> str:
 
 
 def _not_utf8(body: bytes) -> int | None:
-    """Return the number of the first byte that is not of a text in UTF-8, from 1.
+    """Return the position of the first byte that is not UTF-8, counted from 1.
 
-    JSON has no zero bytes. UTF-16 has one in its first character, and some shells of Windows send
-    it. None: the body is UTF-8.
+    None: the body is UTF-8. A zero byte at its beginning shows that it is UTF-16, which some shells
+    of Windows send: JSON contains no zero bytes.
     """
     if b"\0" in body[:2]:
         return body.index(b"\0") + 1

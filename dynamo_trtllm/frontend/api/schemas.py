@@ -25,10 +25,10 @@ MALFORMED: Final = "tools.malformed_schema"
 _TYPES: Final = frozenset({"object", "array", "string", "number", "integer", "boolean", "null"})
 # Keywords that hold schemas by name, a list of schemas, or one schema.
 _MAPS: Final = ("properties", "$defs", "definitions", "patternProperties")
-# Keywords whose values are no schemas.
-_DATA: Final = ("enum", "const", "default", "examples")
 _LISTS: Final = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLES: Final = ("items", "additionalProperties", "not", "contains", "propertyNames")
+# Keywords whose values are not schemas.
+_DATA: Final = ("enum", "const", "default", "examples")
 # The place of a schema: first the place of the schema around it, then the keys that lead from there
 # to the schema. (): the schema is the root.
 _Place: TypeAlias = tuple[Any, ...]
@@ -167,11 +167,12 @@ def call_schema(name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _nested(schema: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """Return a copy of a schema that may stand at a place in another schema.
+    """Return a copy of a schema for a place within another schema.
 
-    Its references to itself begin at the root, which is the other schema there.
+    References begin at the root, which is then the other schema. So the place is put in front of
+    the schema's references to itself.
     """
-    # In a schema with a URI of its own, they would not begin at the root.
+    # Below `$id`, references would not begin at the root, so it is left out.
     return {name: _moved(name, value, place) for name, value in schema.items() if name != "$id"}
 
 
@@ -183,6 +184,7 @@ def _moved(name: str, value: Any, place: str) -> Any:
         return value
     if isinstance(value, list):
         return [_moved("", member, place) for member in value]
+    # References in a schema with its own `$id` begin at that schema, so they stay.
     if not isinstance(value, dict) or "$id" in value:
         return value
     if name in _MAPS:

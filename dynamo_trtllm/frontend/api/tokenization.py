@@ -19,7 +19,7 @@ from dynamo_trtllm.frontend.api.request_model import (
 )
 from dynamo_trtllm.frontend.api.sampling import TokenId
 
-# Fields that chat requests lack, and `text`, which is the format of an answer only there.
+# Fields that chat requests lack. `text` is not reported as the format of an answer here.
 _OWN = ("prompt", "add_special_tokens", "add_generation_prompt", "text")
 
 

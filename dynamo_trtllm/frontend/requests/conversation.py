@@ -240,8 +240,9 @@ def _normalized(
 ) -> tuple[Message, ...]:
     """Return the messages as prompt formats know them.
 
-    For templates, tool results have the name of the called function, which some templates write,
-    and `developer` becomes `system`, because many templates would drop `developer` messages.
+    For chat templates, tool results get the name of the called function, which some templates
+    write, and `developer` becomes `system`, because many templates would drop `developer` messages.
+    For Harmony, tool results lose their name: the renderer takes it from the call.
 
     Raises:
         InvalidRequest: a tool result names another function than the one that was called.

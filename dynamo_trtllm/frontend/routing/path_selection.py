@@ -267,7 +267,7 @@ def _fetching_parts(
 ) -> list[_PathPart]:
     """Return the decode parts with their KV transfers, the best part first.
 
-    A whole request needs no transfer, so `decodes` stay as they are.
+    `decodes` is not changed: decode workers that run the whole request need no transfer.
 
     Args:
         first_token_s: the time until the best prefill worker has computed the prompt.
@@ -279,7 +279,7 @@ def _fetching_parts(
     for part in decodes:
         transfer_s = part.worker.transfer_s(first_token_s)
         is_late = waited_s + first_token_s + transfer_s > _TTFT_PART * limits.ttft_s
-        # The prefill takes as long whatever the decode worker is, so only the transfer counts.
+        # The prefill takes equally long with every decode worker, so only the transfer counts.
         transfer_pressure = transfer_s / limits.ttft_s / part.worker.share
         parts.append(
             msgspec.structs.replace(

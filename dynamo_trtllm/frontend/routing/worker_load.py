@@ -71,7 +71,7 @@ class PlacedCall:
     def _end_fetch(self) -> None:
         """Record that the instance does not fetch KV for the call any more."""
         if not self.is_fetch_unseen:
-            # The last report still counts them.
+            # The last report still counts these tokens.
             self.load.fetched_since_report += self.fetched_tokens
         self.on_fetch_reported()
         self.fetched_tokens = 0
@@ -103,8 +103,8 @@ class InstanceLoad:
     unseen_requests: int = 0  # requests that no report includes
     unseen_prefills: int = 0  # those of them of which the instance only computes the prompt
     unseen_prefill_tokens: int = 0  # prompt tokens of these requests that are not computed yet
-    # Prompt tokens of requests of this frontend whose KV is fetched here, now or after their
-    # prefill, and that no report includes yet.
+    # Prompt tokens whose KV the instance fetches for requests of this frontend, now or after their
+    # prefill. No report includes them yet.
     unseen_fetched_tokens: int = 0
     # Prompt tokens whose KV was fetched since the last report, which still includes them.
     fetched_since_report: int = 0
@@ -120,7 +120,7 @@ class InstanceLoad:
 
     @property
     def fetching_tokens(self) -> int:
-        """Return the prompt tokens whose KV the instance fetches, or will after their prefill."""
+        """Return the prompt tokens whose KV the instance fetches, now or after their prefill."""
         if self.report is None:
             return self.unseen_fetched_tokens
         reported_tokens = max(0, self.report.fetching_tokens - self.fetched_since_report)

@@ -24,8 +24,9 @@ from dynamo_trtllm.support.http_server.request_head import Headers
 _FLUSH_BYTES = 32 << 10
 JSON = "application/json"
 _SIZE_LINES = [b"%x\r\n" % size for size in range(1024)]  # the size lines of small chunks
-# Line ends of Unicode besides those of the event stream format, in UTF-8 and as JSON escapes. Some
-# clients cut an event there, such as all that read lines with httpx (httpx 0.28, LineDecoder).
+# Line ends of Unicode that the event stream format does not have, in UTF-8 and as JSON escapes.
+# Some clients split an event there, such as all that read lines with httpx (httpx 0.28,
+# LineDecoder).
 _OTHER_LINE_ENDS = {
     "\N{NEXT LINE}".encode(): rb"\u0085",
     "\N{LINE SEPARATOR}".encode(): rb"\u2028",
@@ -35,7 +36,7 @@ _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}" for st
 
 
 def _without_other_line_ends(events: bytes) -> bytes:
-    """Return the events with escapes in place of the line ends that only some clients know."""
+    """Return the events with escapes in place of line ends that only some clients split at."""
     # Most text has no such bytes, and this takes less time than the loop.
     if b"\xe2\x80" not in events and b"\xc2\x85" not in events:
         return events
