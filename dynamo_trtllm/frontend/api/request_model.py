@@ -355,8 +355,8 @@ def _json_fault(body: bytes, exc: orjson.JSONDecodeError) -> str:
 def _not_utf8(body: bytes) -> int | None:
     """Return the position of the first byte that is not UTF-8, counted from 1.
 
-    None: the body is UTF-8. A zero byte at its beginning shows that it is UTF-16, which some shells
-    of Windows send: JSON contains no zero bytes.
+    None: the body is UTF-8. A zero byte at the beginning counts, too. JSON contains none, so the
+    body is UTF-16, which some shells of Windows send.
     """
     if b"\0" in body[:2]:
         return body.index(b"\0") + 1
