@@ -104,7 +104,8 @@ class CompletionRequest(CompletionFields):
             {"max_completion_tokens": self.max_completion_tokens, "max_tokens": self.max_tokens}
         )
         if length == 0 and not self.echo:
-            invalid("is 0, which is only allowed with echo", field="max_tokens")
+            field = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+            invalid("is 0, which is only allowed with echo", field=field)
         if self.num_choices > MAX_CHOICES:
             field = "best_of" if self.best_of else "n"
             text = (

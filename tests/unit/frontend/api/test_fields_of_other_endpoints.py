@@ -167,5 +167,5 @@ def test_completion_takes_the_length_by_the_name_of_chat() -> None:
     different = {"max_completion_tokens": 7, "max_tokens": 8}
     with pytest.raises(InvalidRequest, match="max_tokens differs from max_completion_tokens"):
         parse(CompletionRequest, orjson.dumps(body | different), IgnoredFields())
-    with pytest.raises(InvalidRequest, match="only allowed with echo"):
+    with pytest.raises(InvalidRequest, match="max_completion_tokens is 0, which is only allowed"):
         parse(CompletionRequest, orjson.dumps(body | {"max_completion_tokens": 0}), IgnoredFields())
