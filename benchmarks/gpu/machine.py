@@ -47,8 +47,8 @@ def machine() -> dict[str, str]:
     if lines:
         name, memory, driver = (part.strip() for part in lines[0].split(","))
         info |= {"gpus": f"{len(lines)} x {name}, {memory}", "driver": driver}
-    if share := os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"):
-        info["gpu_share"] = f"each process has {share} % of a GPU's multiprocessors (MPS)"
+        if share := os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"):
+            info["gpu_share"] = f"each process has {share} % of a GPU's multiprocessors (MPS)"
     return info
 
 

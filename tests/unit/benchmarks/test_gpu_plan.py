@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.gpu import machine
 from benchmarks.gpu.model import gpt_oss_config, write_model
 from benchmarks.gpu.plan import (
     ENVIRONMENT,
@@ -176,3 +177,14 @@ def test_model_folder_reads_as_gpt_oss_120b(tmp_path: Path) -> None:
     assert found.renderer == "harmony"
     assert sorted(path.name for path in (tmp_path / "m").iterdir()) == ["config.json"]
     assert json.loads((tmp_path / "m" / "config.json").read_text()) == gpt_oss_config(layers=6)
+
+
+def test_result_names_the_share_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", raising=False)
+    assert "gpu_share" not in machine.machine()
+    monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "50")
+    # Without a GPU, nothing has a share of it.
+    monkeypatch.setattr(machine, "_smi", lambda *_: [])
+    assert "gpu_share" not in machine.machine()
+    monkeypatch.setattr(machine, "_smi", lambda *_: ["NVIDIA H200, 143771 MiB, 580.159.04"])
+    assert machine.machine()["gpu_share"].startswith("each process has 50 %")
