@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 from urllib.parse import unquote
 
 # Keywords whose value is an object with schemas by name.
-_NAMED_SCHEMAS: Final = (
+NAMED_SCHEMAS: Final = (
     "properties",
     "patternProperties",
     "$defs",
@@ -60,7 +60,7 @@ def _closed(schema: Any, parts: set[int], *, is_part: bool) -> Any:
         return schema
     is_part = is_part or id(schema) in parts
     result = dict(schema)
-    for keyword in _NAMED_SCHEMAS:
+    for keyword in NAMED_SCHEMAS:
         named = schema.get(keyword)
         if isinstance(named, dict):
             result[keyword] = {
@@ -121,7 +121,7 @@ def _members(schema: dict[str, Any], *, is_part: bool) -> Iterator[_Visit]:
             that are for the same object are parts, too.
     """
     for keyword, value in schema.items():
-        if keyword in _NAMED_SCHEMAS and isinstance(value, dict):
+        if keyword in NAMED_SCHEMAS and isinstance(value, dict):
             yield from (_Visit(member, is_part=False) for member in value.values())
         elif keyword == "allOf" and isinstance(value, list):
             # pydantic 1 writes a reference as the only schema of `allOf`, beside a description.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from dynamo_trtllm.engines.torch.closed_schemas import NAMED_SCHEMAS
+
 # The values of `format` that llguidance enforces.
 _FORMATS: Final = frozenset(
     {
@@ -18,14 +20,6 @@ _FORMATS: Final = frozenset(
         "uri",
         "uuid",
     }
-)
-# Keywords whose value is an object with schemas by name.
-_NAMED_SCHEMAS: Final = (
-    "properties",
-    "patternProperties",
-    "$defs",
-    "definitions",
-    "dependentSchemas",
 )
 _DATA: Final = ("const", "default", "enum", "examples")  # keywords whose values are not schemas
 
@@ -44,7 +38,7 @@ def without_annotations(schema: Any) -> Any:
     for keyword, value in schema.items():
         if keyword in _DATA:
             kept[keyword] = value
-        elif keyword in _NAMED_SCHEMAS and isinstance(value, dict):
+        elif keyword in NAMED_SCHEMAS and isinstance(value, dict):
             kept[keyword] = {name: without_annotations(member) for name, member in value.items()}
         elif not _has_no_effect(keyword, value):
             kept[keyword] = without_annotations(value)
