@@ -1,0 +1,72 @@
+"""What frontends and planners do when their terminal is closed (SIGHUP).
+
+tests/e2e/mock_cluster/test_worker_process.py has the worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import signal
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from dynamo_trtllm.config.models import FrontendConfig
+from dynamo_trtllm.config.planner import PlannerConfig
+from dynamo_trtllm.frontend.process import frontend as frontend_module
+from dynamo_trtllm.frontend.process import run_app
+from dynamo_trtllm.frontend.process.frontend import Frontend
+from dynamo_trtllm.planner.process import PlannerProcess
+from tests.kit.waiting import SOON_S
+
+
+def memory_cluster() -> dict[str, str]:
+    name = secrets.token_hex(4)
+    return {"etcd_endpoints": f"memory://{name}", "nats_server": f"inproc://{name}"}
+
+
+def frontend() -> Frontend:
+    return Frontend(FrontendConfig(http_host="127.0.0.1", http_port=0, **memory_cluster()))
+
+
+def planner() -> PlannerProcess:
+    return PlannerProcess(PlannerConfig(slo_ttft_ms=2000, slo_itl_ms=100, **memory_cluster()))
+
+
+@pytest.fixture(autouse=True)
+def unchanged_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Keep settings of the test's own process."""
+    monkeypatch.setattr(frontend_module, "_tune_malloc", lambda: None)
+    monkeypatch.setattr(run_app, "tune_gc", lambda: None)
+    before = signal.getsignal(signal.SIGHUP)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("make", [frontend, planner])
+async def test_closed_terminal_stops_the_process(
+    make: Callable[[], Frontend | PlannerProcess],
+) -> None:
+    process = make()
+    serving = asyncio.create_task(process.serve_with_signals())
+    async with asyncio.timeout(SOON_S):
+        await process.ready()
+        # Without a handler, the signal would end the tests.
+        assert signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL
+        signal.raise_signal(signal.SIGHUP)
+        await serving
+
+
+@pytest.mark.parametrize("make", [frontend, planner])
+async def test_closed_terminal_is_ignored_under_nohup(
+    make: Callable[[], Frontend | PlannerProcess],
+) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    process = make()
+    serving = asyncio.create_task(process.serve_with_signals())
+    async with asyncio.timeout(SOON_S):
+        await process.ready()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        process.stop()
+        await serving
