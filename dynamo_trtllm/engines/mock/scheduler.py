@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +14,7 @@ from dynamo_trtllm.engines.capabilities import MAX_STEPS
 from dynamo_trtllm.engines.chunk_size import ChunkSize
 from dynamo_trtllm.engines.engine_interface import EngineStats
 from dynamo_trtllm.engines.mock.args import MockArgs
+from dynamo_trtllm.engines.mock.step_times import StepTimes
 from dynamo_trtllm.engines.mock.stream import MockStream
 from dynamo_trtllm.engines.waiting_requests import (
     enqueue,
@@ -25,7 +25,7 @@ from dynamo_trtllm.engines.waiting_requests import (
 )
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 from dynamo_trtllm.protocol.clocks import SYSTEM_CLOCKS
-from dynamo_trtllm.protocol.cost_model import StepSample, decode_features, prefill_features
+from dynamo_trtllm.protocol.cost_model import StepSample
 from dynamo_trtllm.protocol.errors import ContextTooLong, EngineFailed, Overloaded, RequestRejected
 from dynamo_trtllm.protocol.kv_events import OnKvEvents
 from dynamo_trtllm.protocol.messages import Chunk, FinishReason, Phase, token_ids
@@ -72,8 +72,7 @@ class MockScheduler:
         self._chunk_size = ChunkSize(args.prefill_tokens_per_step)
         self._clock = clock
         self._tokens_per_event = tokens_per_event
-        self._random = random.Random(seed)
-        self._costs = args.cost_prior
+        self._step_times = StepTimes(args, seed)
         self._queue_waits = QueueWaits(clock)
         self._waiting: deque[MockStream] = deque()
         self._running: dict[MockStream, None] = {}
@@ -279,7 +278,7 @@ class MockScheduler:
                 if is_constant:
                     step_s = self._args.step_s + pause_s
                 else:
-                    step_s = self._step_seconds(prompts, decoding) + pause_s
+                    step_s = self._step_times.seconds(prompts, decoding) + pause_s
                 await self._launch(prompts, begun_s + step_s)
                 await asyncio.sleep(begun_s + step_s - self._clock())
                 now = self._clock()
@@ -317,8 +316,8 @@ class MockScheduler:
     def _plan_prompts(self) -> dict[MockStream, int]:
         """Return how many tokens of which prompts the next step computes."""
         max_tokens = self._args.prefill_tokens_per_step
-        if self._limits_prompts and self._prompts and (decoding := self._decoding()):
-            self._chunk_size.follow(stream.itl_limit_s for stream in decoding)
+        if self._limits_prompts and self._prompts and (streams := self._streams()):
+            self._chunk_size.follow(stream.itl_limit_s for stream in streams)
             max_tokens = min(max_tokens, self._chunk_size.tokens + self._num_decoding)
         planned: dict[MockStream, int] = {}
         num_planned = self._num_decoding  # tokens of the step
@@ -397,29 +396,16 @@ class MockScheduler:
             if stream.wanted > 0 and stream.first_step <= number and not stream.prefill_left
         ]
 
-    def _step_seconds(
-        self, prompts: Mapping[MockStream, int], decoding: Sequence[MockStream]
-    ) -> float:
-        """Return how long a step takes that has these prompt tokens and streams."""
-        num_decoding = len(decoding)
-        context_tokens = sum(stream.prompt_tokens + stream.num_output for stream in decoding)
-        costs = self._costs
-        if prompts:
-            tokens = sum(prompts.values())
-            pairs = sum(stream.attention_pairs(count) for stream, count in prompts.items())
-            assert costs.prefill is not None
-            features = prefill_features(num_decoding, context_tokens, tokens, pairs)
-            seconds = costs.prefill.predict(features)
-        else:
-            assert costs.decode is not None
-            seconds = costs.decode.predict(decode_features(num_decoding, context_tokens))
-        noise = self._args.step_noise
-        if noise:
-            seconds *= max(0.0, self._random.gauss(1.0, noise))
-        return seconds
+    def _streams(self) -> list[MockStream]:
+        """Return the streams that generate tokens, or will once their KV is fetched."""
+        decoding = self._decoding()
+        fetching = (one for one in self._running if one.is_decode_call and not one.wanted)
+        return [*decoding, *fetching]
 
     def _admit(self) -> None:
         """Start queued streams in order, while there is space in the batch and in the KV blocks."""
+        if self._limits_prompts:
+            self._admit_decode_calls()
         lacking = ""  # what the first waiting request lacks
         # Tokens of a step that running prompts do not take, by group (`QueueOrder` has two).
         budgets = [self._args.prefill_tokens_per_step - self._num_decoding] * 2
@@ -433,7 +419,7 @@ class MockScheduler:
                 # The running prefills take all tokens of a step.
                 lacking = "slots"
             else:
-                lacking = self._reserve_for_first()
+                lacking = self._reserve(self._waiting[0])
             if lacking:
                 break
             stream = self._waiting.popleft()
@@ -442,6 +428,18 @@ class MockScheduler:
         self._queue_waits.waiting_for(lacking)
         if lacking:
             record_wait(self._waiting[0], lacking)
+
+    def _admit_decode_calls(self) -> None:
+        """Start queued decode calls, before all prompts.
+
+        In elastic engines, prompts leave them tokens of each step (see `vllm.chunk_threshold`).
+        """
+        for stream in list(self._waiting):
+            if stream.is_decode_call and stream.first_step <= self._step_number:
+                if self._reserve(stream):
+                    break
+                self._waiting.remove(stream)
+                self._begin(stream)
 
     def _begin(self, stream: MockStream) -> None:
         """Add a stream to the batch.
@@ -459,14 +457,13 @@ class MockScheduler:
             stream.phases.end("queue")
             stream.phases.seconds |= self._queue_waits.since(stream.queue_waits)
 
-    def _reserve_for_first(self) -> str:
-        """Reserve what the first waiting request needs to start.
+    def _reserve(self, stream: MockStream) -> str:
+        """Reserve what a waiting request needs to start.
 
         Return the resource that it lacks; "" if it can start.
         """
         if len(self._running) >= self._args.max_batch_size:
             return "slots"
-        stream = self._waiting[0]
         request = stream.request
         # A decode call fetches the KV of its prompt, and takes none from the prefix cache.
         prompt = None if request.kv_params else request.token_ids

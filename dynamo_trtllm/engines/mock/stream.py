@@ -76,6 +76,11 @@ class MockStream(TaskStream):
         return FIRST if self.is_overdue else queue_order(self.request)
 
     @property
+    def is_decode_call(self) -> bool:
+        """Return whether the KV of the prompt is fetched."""
+        return self.request.kv_params is not None
+
+    @property
     def kv_tokens(self) -> int:
         """Return the number of tokens to reserve KV blocks for."""
         if self.request.phase is Phase.PREFILL:

@@ -16,11 +16,13 @@ import pytest
 from pydantic import ValidationError
 
 from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.engines.chunk_size import ChunkSize
 from dynamo_trtllm.engines.mock.args import MockArgs
 from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.engines.mock.scheduler import MockScheduler
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion
 from dynamo_trtllm.kv_transfer.transfer_backend import Destination
+from dynamo_trtllm.protocol.clocks import Clocks
 from dynamo_trtllm.protocol.cost_model import decode_features
 from dynamo_trtllm.protocol.errors import EngineFailed, TransferExpired, TransferMismatch
 from dynamo_trtllm.protocol.messages import KvTransferParams, Phase, ReleaseOutcome, Role
@@ -345,6 +347,47 @@ def test_step_costs_replace_the_times_of_steps() -> None:
     assert costs.decode.predict(decode_features(3, 1000)) == pytest.approx(0.0013)
     with pytest.raises(ValidationError, match="at least 10 items"):
         MockArgs.model_validate({"step_costs": {"decode": decode, "prefill": decode}})
+
+
+def test_decode_calls_do_not_wait_for_prompts_of_elastic_engines() -> None:
+    """So it is with vLLM: `vllm.chunk_threshold` leaves them tokens of each step."""
+    published: dict[str, Any] = {}
+
+    def elastic(instance_id: int, clocks: Clocks) -> MockEngine:
+        config = WorkerConfig(
+            model_path="mock",
+            engine="mock",
+            disaggregation_mode=Role.ELASTIC,
+            override_engine_args={
+                "step_s": 0.01,
+                "prefill_token_s": 1e-4,
+                "prefill_tokens_per_step": 1000,
+                "kv_transfer_s": 0.3,
+                "max_seq_len": 21_000,
+            },
+        )
+        backend = MemoryBackend(published)
+        return MockEngine(config, instance_id=instance_id, backend=backend, clocks=clocks, seed=1)
+
+    async def decoded_after_s() -> float:
+        clocks = virtual_clocks()
+        first, second = elastic(1, clocks), elastic(2, clocks)
+        async with started(first), started(second):
+            kv_params = await prefill_params(first, PROMPT)
+            # Without streams, 20 steps of 110 ms.
+            long_prompt = second.generate(ask(prompt_of(20_000), max_tokens=1), lambda event: None)
+            await asyncio.sleep(0.05)
+            begun_s = clocks.monotonic()
+            assert len(await decode(second, kv_params, max_tokens=3)) == 3
+            after_s = clocks.monotonic() - begun_s
+            long_prompt.cancel()
+        # Steps are short while the KV is fetched, too: the stream will begin soon.
+        before_stream = [step for step in second.steps if not step.decode_requests]
+        prompt_tokens = [step.prefill_tokens for step in before_stream]
+        assert (max(prompt_tokens), min(prompt_tokens)) == (1000, ChunkSize(1000).tokens)
+        return after_s
+
+    assert run_virtual(decoded_after_s()) < 0.3 + 0.3
 
 
 def test_request_after_a_cancelled_one_is_served() -> None:
