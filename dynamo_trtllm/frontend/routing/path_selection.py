@@ -16,7 +16,7 @@ So from the first stream on, its prompts take longer. Therefore:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from enum import StrEnum
 from functools import partial
 from operator import attrgetter
@@ -77,6 +77,9 @@ class ChosenPath(msgspec.Struct, frozen=True):  # created in a third of the time
     num_missed: int  # how many requests miss a limit: this request, and those that it delays
     # The largest ratio of a predicted time to its limit. Above 1, a limit is missed.
     pressure: float
+    # Other paths on which as few requests miss a limit are chosen before this one, because the
+    # stream of this request would slow the prompts of its worker.
+    is_last_resort: bool = False
 
     @property
     def meets_slo(self) -> bool:
@@ -127,13 +130,13 @@ def select_path(
     A path meets the SLO if the first token is predicted within _TTFT_PART of the limit, and no gap
     between two tokens exceeds its limit: neither a gap of this request nor a gap of the requests
     that run on its workers. Of these paths, the one with the least pressure is chosen (see
-    `ChosenPath`). A prefill worker runs a whole request only if no other path meets the SLO,
-    because its stream would delay the prompts after it.
+    `ChosenPath`). A path whose stream would slow the prompts of its worker (`is_last_resort`) is
+    chosen only if no other path meets the SLO.
 
     If no path meets the SLO, the path is chosen on which the fewest requests miss a limit. Of
-    several such paths, a whole request on a prefill worker comes last, and otherwise the least
-    pressure decides. Streams that would miss their limit without this request do not count. The
-    caller may reject the request instead.
+    several such paths, those of last resort come last, and otherwise the least pressure decides.
+    Streams that would miss their limit without this request do not count. The caller may reject the
+    request instead.
 
     Workers and paths whose pressures differ by less than NEAR are chosen by chance. An elastic
     worker may be in both roles, but is no pair with itself. Its pressure is divided by its share.
@@ -159,24 +162,23 @@ def select_path(
     if pair is not None:
         paths.append(pair)
         if pair.num_missed == 0:
-            # The pair suffices. A stream at a worker of last resort would only slow its prompts.
+            # The pair suffices, so no whole request needs a worker of last resort.
             decode_parts = [part for part in decode_parts if not part.is_last_resort]
     if breakers.any_open:
         prefills, decodes, aggregated = _able_alone(prefills, decodes, aggregated, breakers)
         decode_parts = [part for part in decode_parts if part.worker in decodes]
-    paths += _aggregated_paths(Path.ON_DECODE, _worth_trying(decode_parts), limits, waited_s)
+    paths += _paths_on_decode(decode_parts, limits, waited_s)
     paths += _aggregated_paths(Path.ON_AGGREGATED, aggregated, limits, waited_s)
     if not any(path.num_missed == 0 for path in paths):
         if paths:
             # Workers without a share of decode calls are needed only if there is no other path.
             prefills = [worker for worker in prefills if worker.takes_streams]
-        paths += _aggregated_paths(Path.ON_PREFILL, prefills, limits, waited_s)
+        paths += _aggregated_paths(Path.ON_PREFILL, prefills, limits, waited_s, set(prefills))
     return min(paths, key=partial(_order_of_path, random), default=None)
 
 
 def _order_of_path(random: Callable[[], float], path: ChosenPath) -> tuple[int, bool, float]:
-    is_last_resort = path.path is Path.ON_PREFILL
-    return path.num_missed, is_last_resort, _blurred(path.pressure, random)
+    return path.num_missed, path.is_last_resort, _blurred(path.pressure, random)
 
 
 def _blurred(pressure: float, random: Callable[[], float]) -> float:
@@ -325,6 +327,7 @@ def _pair_path(
             prefill.gap_s / limits.others_itl_s,
             decode.gap_s / min(limits.itl_s, limits.others_itl_s),
         ),
+        is_last_resort=decode.is_last_resort,
     )
 
 
@@ -357,10 +360,26 @@ def _able_alone(
     return closed[0], closed[1], closed[2]
 
 
-def _aggregated_paths(
-    path: Path, workers: Iterable[WorkerForecast], limits: SloLimits, waited_s: float
+def _paths_on_decode(
+    decodes: Sequence[_PathPart], limits: SloLimits, waited_s: float
 ) -> Iterator[ChosenPath]:
-    """Yield a path for each worker that can run a whole request."""
+    """Return a path for each decode worker that may be the best one for a whole request."""
+    last_resorts = {part.worker for part in decodes if part.is_last_resort}
+    tried = _worth_trying(decodes)
+    return _aggregated_paths(Path.ON_DECODE, tried, limits, waited_s, last_resorts)
+
+
+def _aggregated_paths(
+    path: Path,
+    workers: Iterable[WorkerForecast],
+    limits: SloLimits,
+    waited_s: float,
+    last_resorts: Container[WorkerForecast] = (),
+) -> Iterator[ChosenPath]:
+    """Yield a path for each worker that can run a whole request.
+
+    `last_resorts` are the workers whose paths are chosen last.
+    """
     for worker in workers:
         instance = worker.instance
         if path is not Path.ON_AGGREGATED and not instance.can_aggregate:
@@ -387,4 +406,5 @@ def _aggregated_paths(
                 decode_gap_s / limits.itl_s,
                 gap_s / limits.others_itl_s,
             ),
+            is_last_resort=worker in last_resorts,
         )

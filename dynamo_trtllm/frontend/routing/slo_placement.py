@@ -263,9 +263,9 @@ class SloPlacement(Placement):
         )
 
 
-def _order(path: ChosenPath) -> tuple[int, float]:
+def _order(path: ChosenPath) -> tuple[int, bool, float]:
     """Return the sort key of a path: better paths come first."""
-    return path.num_missed, path.pressure
+    return path.num_missed, path.is_last_resort, path.pressure
 
 
 def _unreachable(path: ChosenPath, limits: SloLimits) -> SloUnreachable:

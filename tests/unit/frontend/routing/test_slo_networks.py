@@ -65,10 +65,23 @@ def test_decode_worker_with_a_free_network_is_chosen() -> None:
         assert selection.decode.id == OTHER_DECODE
     elastic = model_view(
         prefill=[instance(PREFILL, Role.PREFILL)],
+        decode=[instance(id_, Role.ELASTIC, can_aggregate=False) for id_ in (DECODE, OTHER_DECODE)],
+    )
+    full = {DECODE: {"num_generating": 5, "fetching_tokens": 10_240}}
+    found = chosen(full, elastic)
+    assert (found.path, found.decode.id) == (Path.PREFILL_DECODE, OTHER_DECODE)
+    assert found.meets_slo
+
+
+def test_full_network_is_no_reason_to_begin_streams_elsewhere() -> None:
+    """The elastic worker that has streams runs the whole request, which needs no KV transfer."""
+    elastic = model_view(
+        prefill=[instance(PREFILL, Role.PREFILL)],
         decode=[instance(id_, Role.ELASTIC) for id_ in (DECODE, OTHER_DECODE)],
     )
-    found = chosen({DECODE: {"num_generating": 5, "fetching_tokens": 10_240}}, elastic)
-    assert (found.path, found.decode.id) == (Path.PREFILL_DECODE, OTHER_DECODE)
+    full = {DECODE: {"num_generating": 5, "fetching_tokens": 10_240}}
+    found = chosen(full, elastic)
+    assert (found.path, found.decode.id) == (Path.ON_DECODE, DECODE)
     assert found.meets_slo
 
 

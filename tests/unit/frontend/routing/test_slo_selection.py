@@ -190,6 +190,31 @@ def test_streams_go_to_elastic_workers_that_have_some() -> None:
     assert chosen(full, view, request(300)).decode.id != DECODE
 
 
+def test_first_stream_of_a_worker_is_the_last_resort() -> None:
+    """Measured in simulations: from one such stream on, two workers were overloaded for a minute."""
+    view = model_view(
+        prefill=[instance(id_, Role.ELASTIC, is_elastic=True) for id_ in (DECODE, OTHER_DECODE)]
+    )
+    # The prompt would be late at the other worker. With this worker for prefill and the other one
+    # for decode, all limits are kept, too.
+    loads = {DECODE: {"num_generating": 20}, OTHER_DECODE: {"queued_prefill_tokens": 9000}}
+    for seed in range(20):
+        found = select(placement_of(loads, seed=seed), view)
+        assert isinstance(found, PathSelection)
+        assert (found.chosen.path, found.decode.id) == (Path.ON_DECODE, DECODE)
+        assert found.chosen.meets_slo
+    # Without this path, the pair is better than a late first token.
+    pairs_only = model_view(
+        prefill=[
+            instance(id_, Role.ELASTIC, is_elastic=True, can_aggregate=False)
+            for id_ in (DECODE, OTHER_DECODE)
+        ]
+    )
+    found_pair = chosen(loads, pairs_only)
+    assert found_pair.decode.id == OTHER_DECODE
+    assert found_pair.meets_slo
+
+
 def test_engine_that_cannot_aggregate_is_not_tried() -> None:
     for loads in (BUSY_PREFILLS, FULL_DECODES):
         assert chosen(loads, PAIRS_ONLY).path is Path.PREFILL_DECODE
