@@ -369,6 +369,10 @@ class RoutedRequest(Stream):
 
     def is_pause_short(self, decode: Instance) -> bool:
         options = self._router.options
+        placement = self._router.placement
+        if placement is not None and placement.loads.get(decode.id).queued_prefill_tokens:
+            # It computes prompts. So its steps may be longer than in the pauses that are known.
+            return False
         limit_s = options.early_token_pause_s
         slo = self._flow.request.slo
         if slo is not None and slo.itl_s is not None:

@@ -97,7 +97,7 @@ class WorkerForecast:
         self._work = EngineWork(
             streams,
             context,
-            report.queued_prefill_tokens + load.unseen_prefill_tokens,
+            load.queued_prefill_tokens,
             report.waiting + load.unseen_requests,
             mixed_step_s=mixed_step_s(itl_s) if instance.role is _ELASTIC else 0.0,
         )

@@ -126,6 +126,12 @@ class InstanceLoad:
         reported_tokens = max(0, self.report.fetching_tokens - self.fetched_since_report)
         return reported_tokens + self.unseen_fetched_tokens
 
+    @property
+    def queued_prefill_tokens(self) -> int:
+        """Return the prompt tokens that wait at the instance, or are being computed."""
+        reported_tokens = 0 if self.report is None else self.report.queued_prefill_tokens
+        return reported_tokens + self.unseen_prefill_tokens
+
     def place(
         self,
         prefill_tokens: int,
@@ -246,9 +252,7 @@ def instance_cost(
     if role is not _DECODE:
         costly_tokens = new_tokens if new_tokens < COSTLY_TOKENS else COSTLY_TOKENS
         cost += (NEW_TOKEN_COST - 1) * costly_tokens
-        cost += load.unseen_prefill_tokens
-        if report is not None:
-            cost += report.queued_prefill_tokens
+        cost += load.queued_prefill_tokens
         if role is _PREFILL:
             return cost
         # An aggregated instance also stores their KV.

@@ -17,6 +17,7 @@ from dynamo_trtllm.frontend.routing.early_token import (
 )
 from dynamo_trtllm.frontend.routing.generation_events import RouterOptions
 from dynamo_trtllm.frontend.routing.request_router import RequestRouter, RoutedRequest
+from dynamo_trtllm.frontend.routing.worker_load import ClusterLoad
 from dynamo_trtllm.protocol.errors import (
     Disconnected,
     Draining,
@@ -27,6 +28,7 @@ from dynamo_trtllm.protocol.errors import (
 from dynamo_trtllm.protocol.messages import (
     Chunk,
     FinishReason,
+    LoadReport,
     OutputFormat,
     RequestSlo,
     Role,
@@ -167,11 +169,40 @@ def test_limit_of_the_pause_follows_that_between_tokens(
     router = SimpleNamespace(
         options=RouterOptions(early_token_pause_s=limit_s, early_token_part=0.5),
         pauses=DecodePauses(),
+        placement=None,
     )
     router.pauses.note(2, 0.01)
     asked = msgspec.structs.replace(request(), slo=slo)
     routed: Any = SimpleNamespace(_router=router, _flow=SimpleNamespace(request=asked))
     assert RoutedRequest.is_pause_short(routed, make_instance(2, role=Role.DECODE)) is is_early
+
+
+def test_pause_is_not_short_while_the_worker_computes_prompts() -> None:
+    """Its steps are longer then than in the pauses that are known."""
+    loads = ClusterLoad()
+    router = SimpleNamespace(
+        options=RouterOptions(early_token_pause_s=60.0),
+        pauses=DecodePauses(),
+        placement=SimpleNamespace(loads=loads),
+    )
+    router.pauses.note(2, 0.01)
+    routed: Any = SimpleNamespace(_router=router, _flow=SimpleNamespace(request=request()))
+    decode = make_instance(2, role=Role.DECODE)
+
+    def report(number: int, queued_tokens: int) -> None:
+        idle = LoadReport(2, number, 0, 0, 0, 0, 1000, 0)
+        loads.on_report(msgspec.structs.replace(idle, queued_prefill_tokens=queued_tokens), 0.0)
+
+    assert RoutedRequest.is_pause_short(routed, decode)
+    report(1, queued_tokens=5)
+    assert not RoutedRequest.is_pause_short(routed, decode)
+    report(2, queued_tokens=0)
+    assert RoutedRequest.is_pause_short(routed, decode)
+    # A whole request that no report includes yet.
+    call = loads.of(2).place(prefill_tokens=5, kv_tokens=5)
+    assert not RoutedRequest.is_pause_short(routed, decode)
+    call.end()
+    assert RoutedRequest.is_pause_short(routed, decode)
 
 
 async def test_pauses_are_measured_without_early_tokens(cluster: Cluster) -> None:
