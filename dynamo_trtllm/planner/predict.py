@@ -120,7 +120,7 @@ class PredictedTimes(NamedTuple):
         return max(self.ttft_part, self.decode_part)
 
     def __str__(self) -> str:
-        return f"first tokens after {1000 * self.ttft_s:.0f} ms, gaps of {1000 * self.gap_s:.0f} ms"
+        return f"first tokens after {_as_text(self.ttft_s)}, gaps of {_as_text(self.gap_s)}"
 
 
 class TransferForecast(NamedTuple):
@@ -385,6 +385,16 @@ class Predictor:
         if demand.kv_tokens:
             parts.append(streams * demand.context_of_stream / demand.kv_tokens)
         return max(parts)
+
+
+def _as_text(seconds: float) -> str:
+    """Return a predicted time for people.
+
+    Longer times than the one for which a growing queue is predicted say only that it grows.
+    """
+    if seconds > _GROWS_FOR_S:
+        return f"more than {_GROWS_FOR_S:g} s"
+    return f"{1000 * seconds:.0f} ms"
 
 
 def _queue_s(service_s: float, busy: float) -> float:

@@ -453,3 +453,11 @@ def test_prompts_that_wait_count_before_any_was_computed() -> None:
     waiting = observed(split(1, 3, 2, 400_000), prompt_tokens=0)
     assert settled(waiting).counts == RoleCounts(prefill=3, decode=1)
     assert "prefill is short" in settled(waiting).reason
+
+
+def test_reason_of_an_overload_says_no_absurd_times() -> None:
+    """A queue is predicted for the next 10 s. What it would be later is not known."""
+    decision = settled(observed(split(1, 3, 0, 10_000_000), prompts_per_s=100.0))
+    assert decision.before is not None
+    assert decision.before.ttft_s > 100
+    assert "first tokens after more than 10 s, gaps of 0 ms" in decision.reason
