@@ -77,11 +77,17 @@ def normalized(item: MessageItem | ReasoningItem | _CallItem | _OutputItem) -> I
 
 
 def with_ids(items: Iterable[Item], response_id: str) -> list[Item]:
-    """Return the items with an id each. Ids from clients are not changed."""
+    """Return the items with an id each, and no id twice.
+
+    Ids from clients are not changed, except that of an item whose id an earlier item has: a page
+    of items begins after the item with a given id, so with equal ids, the pages would never end.
+    """
     identified = []
+    used: set[str] = set()
     for index, item in enumerate(items):
-        if not item["id"]:
+        if not item["id"] or item["id"] in used:
             item = item | {"id": item_id(ITEM_PREFIXES[item["type"]], response_id, "i", index)}
+        used.add(item["id"])
         identified.append(item)
     return identified
 

@@ -91,6 +91,28 @@ async def test_input_items_then_paged_as_asked() -> None:
     )
 
 
+async def test_pages_of_items_with_equal_ids_have_an_end() -> None:
+    """A client may send items again that the previous response has already."""
+    served = front(chunk("why", ids=[REASONING]), chunk("so", ids=[CONTENT]), stop())
+    first = await made(served)
+    again = [*first["output"], {"role": "user", "content": "and?"}]
+    response = await made(served, input=again, previous_response_id=first["id"])
+    path = f"{PATH}/{response['id']}/input_items?limit=2"
+    listed: list[dict[str, Any]] = []
+    page = (await ask(served, "GET", path)).json()
+    for _ in range(4):
+        listed += page["data"]
+        if not page["has_more"]:
+            break
+        page = (await ask(served, "GET", f"{path}&after={page['last_id']}")).json()
+    assert not page["has_more"]
+    kinds = ["message", "message", "reasoning", "message", "reasoning", "message"]
+    assert [item["type"] for item in listed] == kinds
+    assert len({item["id"] for item in listed}) == len(listed)
+    # The ids of the first response stay those of its items.
+    assert [item["id"] for item in listed[3:5]] == [item["id"] for item in first["output"]][::-1]
+
+
 async def test_every_kind_of_item_then_listed_as_the_sdk_has_it() -> None:
     served = front(
         chunk("why", ids=[REASONING]), chunk("so", ids=[CONTENT]), chunk("{}", ids=[CALL]), stop()
