@@ -154,7 +154,9 @@ class CharacterRenderer:
     def answer_header(self) -> tuple[str, TokenIds]:
         return chr(CONTENT), token_ids([CONTENT])
 
-    def text_parser(self, hidden: frozenset[int] | None = None) -> PlainCharacters:
+    def text_parser(
+        self, hidden: frozenset[int] | None = None, *, before: Sequence[int] = ()
+    ) -> PlainCharacters:
         return PlainCharacters(frozenset(range(HALF + 1)) if hidden is None else hidden)
 
 

@@ -291,9 +291,7 @@ def prepare_text(
         prompted = _PromptedSampling(ids, _sampling(requested, budget, served, options))
         per_choice += [prompted] * body.candidates
     echoes = _echoes(body, full_prompts, prompts, served)
-    make_parser = functools.partial(
-        served.renderer.text_parser, _no_text_ids(requested, served, options)
-    )
+    no_text_ids = _no_text_ids(requested, served, options)
     # The choices share these ids, because a request may have many.
     hidden_token_ids = _hidden_token_ids(requested, served)
     names = {**options.names, "guided": options.name("response_format")}
@@ -301,7 +299,9 @@ def prepare_text(
         ChoiceRequest(
             request=request,
             renderer=served.renderer,
-            make_parser=make_parser,
+            make_parser=functools.partial(
+                served.renderer.text_parser, no_text_ids, before=request.token_ids[-1:]
+            ),
             options=options,
             hidden_token_ids=hidden_token_ids,
             content_logprobs_only=False,

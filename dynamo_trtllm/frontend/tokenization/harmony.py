@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
 from itertools import takewhile
@@ -163,7 +163,9 @@ class HarmonyRenderer:
     def _control_text(self, text: str) -> TokenIds:
         return array("I", self._harmony.encode(text, allowed_special="all"))
 
-    def text_parser(self, hidden: frozenset[int] | None = None) -> OutputParser:
+    def text_parser(
+        self, hidden: frozenset[int] | None = None, *, before: Sequence[int] = ()
+    ) -> OutputParser:
         if hidden is None:
             return BytesTextParser(self._token_texts)
         all_bytes = self._tokenizer.all_bytes

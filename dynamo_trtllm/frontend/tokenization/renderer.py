@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final, Protocol
 
 from dynamo_trtllm.frontend.tokenization.conversation import Conversation, Tool
@@ -111,10 +111,14 @@ class Renderer(Protocol):
         Both are empty if the answer is the whole output.
         """
 
-    def text_parser(self, hidden: frozenset[int] | None = None) -> OutputParser:
+    def text_parser(
+        self, hidden: frozenset[int] | None = None, *, before: Sequence[int] = ()
+    ) -> OutputParser:
         """Return a parser for the output of a plain prompt. All text is content.
 
         Args:
             hidden: ids that are no text; other special tokens are shown. None: all special tokens
                 are omitted.
+            before: the last token of the prompt, which the text continues. Without it, some
+                decoders drop a blank at the start of the text.
         """

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import json
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass
 from datetime import datetime
 from typing import Any, Final, NoReturn
@@ -311,10 +311,13 @@ class ChatTemplateRenderer:
             return "", token_ids()
         return END_THINK, self._tokenizer.encode(END_THINK)
 
-    def text_parser(self, hidden: frozenset[int] | None = None) -> OutputParser:
+    def text_parser(
+        self, hidden: frozenset[int] | None = None, *, before: Sequence[int] = ()
+    ) -> OutputParser:
         hidden = self._hidden if hidden is None else hidden
         if not self._is_byte_level:
-            return WindowTextParser(self._tokenizer.decode, hidden)
+            context = [token_id for token_id in before if token_id not in self._hidden]
+            return WindowTextParser(self._tokenizer.decode, hidden, context)
         token_texts = self._token_texts.get(hidden)
         if token_texts is None:  # the client wants special tokens
             token_texts = TokenTextCache(functools.partial(self._token_bytes, hidden))

@@ -71,12 +71,25 @@ class WindowTextParser:
 
     Examples are leading spaces and byte fallback. The parser decodes a short window: the tokens of
     the last emitted text, as context, and the tokens after them.
+
+    Args:
+        decode: returns the text of tokens.
+        hidden: special tokens, which are omitted.
+        context: the tokens before the output.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], hidden: frozenset[int]) -> None:
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        hidden: frozenset[int],
+        context: Sequence[int] = (),
+    ) -> None:
         self._decode = decode
-        self._hidden = hidden  # special tokens, which are omitted
-        self._context: list[int] = []  # the tokens of the last emitted text
+        self._hidden = hidden
+        self._context = list(context)  # the tokens of the last emitted text, or before the output
+        if context and decode(context).endswith(_REPLACEMENT):
+            # The output must not complete a character that began before it.
+            self._context = []
         self._held: list[int] = []  # the tokens after them, whose text is not emitted yet
 
     def push(self, token_ids: TokenIds) -> StepOutput:
