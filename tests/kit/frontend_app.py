@@ -134,6 +134,9 @@ class CharacterRenderer:
     def encode(self, text: str, *, is_prompt: bool = True) -> TokenIds:
         return token_ids(map(ord, text))
 
+    def token_text(self, token_id: int) -> str:
+        return self.decode(token_ids([token_id]))
+
     def token_texts(self, ids: TokenIds) -> list[str]:
         return [f"<{token_id}>" for token_id in ids]
 

@@ -446,8 +446,7 @@ class Choice:
         # text. If it is a marker, it does not.
         if not self._in_content:
             return False
-        text = self._choice_request.renderer.decode(token_ids((token_id,)))
-        return HALF_CHARACTER in text
+        return HALF_CHARACTER in self._choice_request.renderer.token_text(token_id)
 
 
 def _with_alternatives(

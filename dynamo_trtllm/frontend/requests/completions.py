@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic
 
@@ -22,7 +22,13 @@ from dynamo_trtllm.frontend.api.nvext import Extras
 from dynamo_trtllm.frontend.api.response_schemas import ResponseMeta
 from dynamo_trtllm.frontend.api.sampling import SamplingFields
 from dynamo_trtllm.frontend.requests.choice import ChoiceDelta, Usage
-from dynamo_trtllm.frontend.requests.logprobs import chat_logprobs, prompt_logprobs, text_logprobs
+from dynamo_trtllm.frontend.requests.logprobs import (
+    TextOffsets,
+    chat_logprobs,
+    prompt_logprobs,
+    prompt_offsets,
+    text_logprobs,
+)
 from dynamo_trtllm.frontend.requests.preprocess import (
     B,
     ChoiceRequest,
@@ -216,7 +222,6 @@ class _TextChoice:
         self._first_fields: dict[str, Any] = {}
         if choice_request.options.returns_token_ids:
             self._first_fields["prompt_token_ids"] = choice_request.request.token_ids.tolist()
-        self._offset = 0  # how many characters the tokens with sent log-probabilities have
         # The output of a choice that is not streamed.
         self._content = [choice_request.echo]
         self._reasoning: list[str] = []
@@ -228,6 +233,15 @@ class _TextChoice:
         self._token_ids: list[int] = []
         self._prompt_logprobs: tuple[TokenLogprob, ...] = ()
         self._finish: str | None = None
+
+    @functools.cached_property
+    def _offsets(self) -> TextOffsets:
+        """The offsets of the tokens with log-probabilities. Most choices have none of these."""
+        request = self._request
+        in_prompt: Iterable[int] = ()
+        if request.echo_logprobs is not None:
+            in_prompt = prompt_offsets(request.request.token_ids, request.echo, self._renderer)
+        return TextOffsets(request.make_parser(), in_prompt, request.echo)
 
     # --- complete ---------------------------------------------------------------------------------
 
@@ -262,7 +276,7 @@ class _TextChoice:
     def _output(self) -> dict[str, Any]:
         logprobs = None
         if self._logprobs:
-            logprobs, _ = text_logprobs(self._logprobs, self._renderer, 0)
+            logprobs = text_logprobs(self._logprobs, self._renderer, self._offsets)
         return {"text": "".join(self._content), "logprobs": logprobs}
 
     # --- streamed ---------------------------------------------------------------------------------
@@ -291,7 +305,7 @@ class _TextChoice:
         if scored or delta.token_ids:
             logprobs = None
             if scored:
-                logprobs, self._offset = text_logprobs(scored, self._renderer, self._offset)
+                logprobs = text_logprobs(scored, self._renderer, self._offsets)
             return event(self._chunk(text, logprobs=logprobs, **_token_ids(delta)))
         if text:
             before, after = self._around_delta

@@ -128,6 +128,9 @@ class HarmonyRenderer:
         """
         return self._tokenizer.decode(token_ids)
 
+    def token_text(self, token_id: int) -> str:
+        return self.decode(array("I", (token_id,)))
+
     def token_texts(self, token_ids: TokenIds) -> list[str]:
         texts = {token: self._tokenizer.token_text(token) for token in set(token_ids)}
         return [texts[token] for token in token_ids]

@@ -68,6 +68,12 @@ class Renderer(Protocol):
     def decode(self, token_ids: TokenIds) -> str:
         """Return the text of the ids, special tokens included."""
 
+    def token_text(self, token_id: int) -> str:
+        """Return the text of a token inside of a text, such as " sky".
+
+        At the start of a text, some decoders drop the blank.
+        """
+
     def token_texts(self, token_ids: TokenIds) -> list[str]:
         """Return each token as the vocabulary writes it, such as "Ġsky" for " sky"."""
 

@@ -269,6 +269,13 @@ class ChatTemplateRenderer:
     def decode(self, token_ids: TokenIds) -> str:
         return self._tokenizer.decode(token_ids.tolist())
 
+    def token_text(self, token_id: int) -> str:
+        alone = self._tokenizer.decode([token_id])
+        if self._is_byte_level:
+            return alone
+        # The second of two equal tokens is not at the start.
+        return self._tokenizer.decode([token_id, token_id])[len(alone) :]
+
     def token_texts(self, token_ids: TokenIds) -> list[str]:
         texts = {token: self._tokenizer.id_to_token(token) or "" for token in set(token_ids)}
         return [texts[token] for token in token_ids]

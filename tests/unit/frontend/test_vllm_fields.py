@@ -171,7 +171,7 @@ async def test_prompt_logprobs_and_echo_have_own_alternatives() -> None:
     served = front(scored("d"))
     fields = {"prompt": "abc", "echo": True, "logprobs": 0, "prompt_logprobs": 1, "max_tokens": 0}
     (choice,) = (await post(served, TEXT, text(**fields))).json()["choices"]
-    assert choice["logprobs"]["top_logprobs"] == [None, {}, {}]
+    assert choice["logprobs"]["top_logprobs"] == [None, {"b": -1.0}, {"c": -2.0}]
     assert [entry and len(entry) for entry in choice["prompt_logprobs"]] == [None, 1, 1]
 
 
