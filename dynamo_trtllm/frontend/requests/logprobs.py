@@ -72,8 +72,9 @@ def prompt_offsets(ids: TokenIds, echo: str, renderer: Renderer) -> Iterator[int
 
 def _num_chars(parser: OutputParser, token_id: int) -> int:
     """Return how many characters a token adds to the text."""
-    step = parser.push(token_ids((token_id,)))
-    return sum(len(delta.text) for delta in step.deltas)
+    deltas = parser.push(token_ids((token_id,))).deltas
+    # All text is content, so it is one delta.
+    return len(deltas[0].text) if deltas else 0
 
 
 def text_logprobs(
