@@ -113,6 +113,9 @@ def to_response(
         headers |= error.headers
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
+    if status == 409:
+        # The SDKs of OpenAI and Anthropic would send the cancelled request again.
+        headers["X-Should-Retry"] = "false"
     return ErrorResponse(status, body, headers)
 
 

@@ -5,8 +5,19 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import httpx
+import openai
+import pytest
+
 from dynamo_trtllm.frontend.api.error_bodies import openai_error
-from dynamo_trtllm.protocol.errors import ConfigError, DynamoError, InvalidRequest, Overloaded
+from dynamo_trtllm.protocol.errors import (
+    Cancelled,
+    ConfigError,
+    DynamoError,
+    InvalidRequest,
+    Overloaded,
+    QueryOfDeath,
+)
 from dynamo_trtllm.protocol.http_status import STATUS, to_response
 from tests.kit.cases import each_case
 
@@ -48,6 +59,29 @@ def test_retryable_classes_then_no_client_error_but_429() -> None:
     for cls in STATUS:
         if cls.retryable:
             assert STATUS[cls] >= 500 or issubclass(cls, Overloaded)
+
+
+@pytest.mark.parametrize(
+    ("error", "num_sent"), [(Cancelled("x"), 1), (QueryOfDeath("x"), 1), (Overloaded("x"), 2)]
+)
+def test_sdk_sends_no_cancelled_request_again(error: DynamoError, num_sent: int) -> None:
+    sent = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        sent.append(request)
+        response = to_response(error, openai_error, retry_after_s=0)
+        return httpx.Response(response.status, json=response.body, headers=response.headers)
+
+    transport = httpx.MockTransport(answer)
+    client = openai.OpenAI(
+        base_url="http://frontend/v1",
+        api_key="none",
+        max_retries=1,
+        http_client=httpx.Client(transport=transport),
+    )
+    with pytest.raises(openai.APIStatusError):
+        client.responses.create(model="m", input="hi")
+    assert len(sent) == num_sent
 
 
 def test_subclass_without_a_row_then_its_parents() -> None:
