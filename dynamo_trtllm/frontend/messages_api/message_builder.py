@@ -18,6 +18,7 @@ from dynamo_trtllm.frontend.api.error_bodies import messages_error
 from dynamo_trtllm.frontend.api.messages import CountTokensRequest, MessagesRequest
 from dynamo_trtllm.frontend.api.nvext import Extras
 from dynamo_trtllm.frontend.api.response_schemas import MessageUsage, ResponseMeta, StopReason
+from dynamo_trtllm.frontend.messages_api.json_object import ObjectScanner
 from dynamo_trtllm.frontend.messages_api.turns import messages_input
 from dynamo_trtllm.frontend.requests.choice import ChoiceDelta, Usage
 from dynamo_trtllm.frontend.requests.preprocess import (
@@ -104,8 +105,9 @@ class _ThinkingBlock(_TextBlock):
 class _ToolUseBlock(_TextBlock):
     """A tool call.
 
-    Arguments that begin like an object are sent as the model writes them. All other arguments are
-    sent once they are complete, converted to an object.
+    Arguments that begin like an object are sent as the model writes them, up to the end of the
+    object or the first error: clients that parse each part, as Anthropic's SDK does, would fail.
+    All other arguments are sent once they are complete, converted to an object.
     """
 
     delta_kind = "input_json_delta"
@@ -115,6 +117,7 @@ class _ToolUseBlock(_TextBlock):
         super().__init__(index, channel)
         self._call = {"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}", "name": name}
         self._is_object: bool | None = None  # None: there were only blanks so far
+        self._scanner = ObjectScanner()
 
     def content(self) -> dict[str, Any]:
         return {**self._call, "input": orjson.Fragment(arguments_object("".join(self._texts)))}
@@ -126,7 +129,8 @@ class _ToolUseBlock(_TextBlock):
             if stripped:
                 self._is_object = stripped[0] == "{"
                 text = stripped
-        return self._delta(text) if self._is_object else b""
+        shown = self._scanner.valid_part(text) if self._is_object else ""
+        return self._delta(shown) if shown else b""
 
     def finish(self) -> bytes:
         if self._is_object:
@@ -140,15 +144,17 @@ class _ToolUseBlock(_TextBlock):
 def arguments_object(arguments: str) -> str:
     """Return the arguments of a call as JSON text of an object, which clients expect.
 
-    An object that the model wrote as a JSON string is taken out of the string. Arguments that are
-    no object become an empty object. The client checks this object against the tool's schema, so
-    that the model can repeat the call.
+    An object that the model wrote as a JSON string is taken out of the string. Text after an object
+    is left out. Arguments that are no object become an empty object. The client checks this object
+    against the tool's schema, so that the model can repeat the call.
     """
     value = _loaded(arguments)
     if isinstance(value, str):
         arguments = value
-        value = _loaded(value)
-    return arguments.strip(_BLANKS) if isinstance(value, dict) else "{}"
+    scanner = ObjectScanner()
+    found = scanner.valid_part(arguments.lstrip(_BLANKS))
+    is_object = scanner.is_complete and isinstance(_loaded(found), dict)
+    return found if is_object else "{}"
 
 
 def _loaded(text: str) -> Any:

@@ -183,6 +183,7 @@ async def test_parallel_calls_when_disabled_then_the_first_one_only() -> None:
         ('"{\\"x\\": 1}"', {"x": 1}),
         ('"x"', {}),
         ('\n {"x": 1} ', {"x": 1}),
+        ('{"x": 1}} trailing {', {"x": 1}),
         ('{"x": 123456789012345678901234567890}', {"x": 123456789012345678901234567890}),
         ('{"x": ' + "[" * 300 + "]" * 300 + "}", None),
     ],
@@ -196,7 +197,7 @@ async def test_arguments_of_any_form_then_clients_get_an_object(arguments: str, 
     assert contents(streamed)[0]["input"] == given
 
 
-BROKEN = ('{"x": 1', '{"x": 1} trailing', '{"\\ud800": 1}', "{" * 5000)
+BROKEN = ('{"x": 1', '{"x": 1 2}', '{"\\ud800": 1}', "{" * 5000)
 
 
 @pytest.mark.parametrize("arguments", BROKEN)
