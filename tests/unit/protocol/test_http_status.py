@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -72,12 +73,9 @@ def test_sdk_sends_no_cancelled_request_again(error: DynamoError, num_sent: int)
         response = to_response(error, openai_error, retry_after_s=0)
         return httpx.Response(response.status, json=response.body, headers=response.headers)
 
-    transport = httpx.MockTransport(answer)
+    http_client: Any = httpx.Client(transport=httpx.MockTransport(answer))
     client = openai.OpenAI(
-        base_url="http://frontend/v1",
-        api_key="none",
-        max_retries=1,
-        http_client=httpx.Client(transport=transport),
+        base_url="http://frontend/v1", api_key="none", max_retries=1, http_client=http_client
     )
     with pytest.raises(openai.APIStatusError):
         client.responses.create(model="m", input="hi")
