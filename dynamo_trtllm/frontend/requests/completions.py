@@ -429,7 +429,9 @@ class _ChatChoice(_TextChoice):
                 shown.append(delta)
         fields = _chat_delta(shown)
         if calls:
-            fields["tool_calls"] = [*fields.get("tool_calls", ()), *calls]
+            # Clients insert a new call at its index, so an earlier call must come first.
+            calls += fields.get("tool_calls", ())
+            fields["tool_calls"] = sorted(calls, key=lambda call: call["index"])
         return fields
 
     def _custom_inputs(self) -> bytes:

@@ -104,6 +104,8 @@ def test_custom_tool_call_has_the_text(served: ServedModel, steps: list[int]) ->
     assert (custom["type"], custom["custom"]) == ("custom", {"name": "patch", "input": TEXT})
     assert function["function"] == {"name": "f", "arguments": "{}"}
     calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    # SDKs put a new call at the place of its index, and merge it with what is there.
+    assert [call["index"] for call in calls if "id" in call] == [0, 1]
     of_custom = [call for call in calls if call["index"] == 0]
     assert of_custom[0]["type"] == "custom"
     assert "".join(call["custom"]["input"] for call in of_custom) == TEXT
