@@ -32,6 +32,7 @@ from dynamo_trtllm.frontend.tokenization.conversation import Conversation
 from dynamo_trtllm.frontend.tokenization.output import OutputParser
 from dynamo_trtllm.frontend.tokenization.renderer import NO_FORCED_IDS, Renderer
 from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
+from dynamo_trtllm.frontend.tokenization.text_parsers import MAX_CHARACTER_TOKENS
 from dynamo_trtllm.protocol.errors import ContextTooLong, InvalidRequest
 from dynamo_trtllm.protocol.messages import GenerateRequest, Sampling, TokenIds, token_ids
 
@@ -300,7 +301,9 @@ def prepare_text(
             request=request,
             renderer=served.renderer,
             make_parser=functools.partial(
-                served.renderer.text_parser, no_text_ids, before=request.token_ids[-1:]
+                served.renderer.text_parser,
+                no_text_ids,
+                before=request.token_ids[-MAX_CHARACTER_TOKENS:],
             ),
             options=options,
             hidden_token_ids=hidden_token_ids,

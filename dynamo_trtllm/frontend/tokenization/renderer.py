@@ -125,6 +125,6 @@ class Renderer(Protocol):
         Args:
             hidden: ids that are no text; other special tokens are shown. None: all special tokens
                 are omitted.
-            before: the last token of the prompt, which the text continues. Without it, some
+            before: the last tokens of the prompt, which the text continues. Without them, some
                 decoders drop a blank at the start of the text.
         """

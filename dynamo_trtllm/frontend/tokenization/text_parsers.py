@@ -10,7 +10,7 @@ from dynamo_trtllm.frontend.tokenization.output import NO_OUTPUT, Channel, Delta
 from dynamo_trtllm.protocol.messages import TokenIds
 
 _REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
-_MAX_HELD_TOKENS: Final = 4  # a UTF-8 character has at most four bytes
+MAX_CHARACTER_TOKENS: Final = 4  # a UTF-8 character has at most four bytes
 
 
 class TokenTextCache(dict[int, StepOutput | None]):
@@ -75,7 +75,7 @@ class WindowTextParser:
     Args:
         decode: returns the text of tokens.
         hidden: special tokens, which are omitted.
-        context: the tokens before the output.
+        context: the last tokens before the output. MAX_CHARACTER_TOKENS are enough.
     """
 
     def __init__(
@@ -86,10 +86,8 @@ class WindowTextParser:
     ) -> None:
         self._decode = decode
         self._hidden = hidden
-        self._context = list(context)  # the tokens of the last emitted text, or before the output
-        if context and decode(context).endswith(_REPLACEMENT):
-            # The output must not complete a character that began before it.
-            self._context = []
+        # The tokens of the last emitted text, or before the output.
+        self._context = _last_text(context, decode)
         self._held: list[int] = []  # the tokens after them, whose text is not emitted yet
 
     def push(self, token_ids: TokenIds) -> StepOutput:
@@ -99,7 +97,7 @@ class WindowTextParser:
                 continue
             self._held.append(token_id)
             text = self._new_text()
-            if text.endswith(_REPLACEMENT) and len(self._held) < _MAX_HELD_TOKENS:
+            if text.endswith(_REPLACEMENT) and len(self._held) < MAX_CHARACTER_TOKENS:
                 continue
             parts.append(text)
             self._context = self._held
@@ -112,3 +110,12 @@ class WindowTextParser:
     def _new_text(self) -> str:
         context_chars = len(self._decode(self._context))
         return self._decode([*self._context, *self._held])[context_chars:]
+
+
+def _last_text(tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[int]:
+    """Return the last tokens, as few as end with a complete character; [] if there are none."""
+    for size in range(1, len(tokens) + 1):
+        last = list(tokens[-size:])
+        if not decode(last).endswith(_REPLACEMENT):
+            return last
+    return []

@@ -102,6 +102,13 @@ async def test_alternatives_include_the_sampled_token(stream: bool) -> None:
     assert got["top_logprobs"] == [{likeliest: -0.1, "Hi": -2.0}]
 
 
+@pytest.mark.parametrize("prompt", ["the", SIGN, "the ", [263, 260]])
+async def test_blank_of_a_continuation_is_kept_after_any_prompt(prompt: Any) -> None:
+    served = served_by(like_llama_2(), 261)
+    got = await completed(served, stream=False, prompt=prompt)
+    assert got["text"] == " quick"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_blank_between_prompt_and_continuation_is_kept(stream: bool) -> None:
     quick, fox = (261, 262)
