@@ -17,6 +17,7 @@ from dynamo_trtllm.engines.mock.args import MockArgs
 from dynamo_trtllm.engines.mock.step_times import StepTimes
 from dynamo_trtllm.engines.mock.stream import MockStream
 from dynamo_trtllm.engines.waiting_requests import (
+    MAX_WAIT_S,
     enqueue,
     group_of,
     promote_overdue,
@@ -397,49 +398,53 @@ class MockScheduler:
         ]
 
     def _streams(self) -> list[MockStream]:
-        """Return the streams that generate tokens, or will once their KV is fetched."""
-        decoding = self._decoding()
-        fetching = (one for one in self._running if one.is_decode_call and not one.wanted)
-        return [*decoding, *fetching]
+        """Return the streams that generate tokens, in this step or once their KV is fetched."""
+        number = self._step_number
+        running = [s for s in self._running if not s.prefill_left and (s.wanted or s.is_fetching)]
+        waiting = [s for s in self._waiting if s.is_decode_call and s.first_step <= number]
+        return running + waiting
 
     def _admit(self) -> None:
         """Start queued streams in order, while there is space in the batch and in the KV blocks."""
-        if self._limits_prompts:
-            self._admit_decode_calls()
-        lacking = ""  # what the first waiting request lacks
+        lacking = ""  # what the next waiting request lacks
         # Tokens of a step that running prompts do not take, by group (`QueueOrder` has two).
         budgets = [self._args.prefill_tokens_per_step - self._num_decoding] * 2
         for stream in self._prompts:
             _take(budgets, stream)
         while self._waiting:
             promote_overdue(self._waiting, self._clock)
-            if self._waiting[0].first_step > self._step_number:
+            stream = self._next_waiting(budgets)
+            if stream.first_step > self._step_number:
                 break
-            if budgets[self._waiting[0].queue_order.group] <= 0:
+            # In elastic engines, prompts leave decode calls tokens of each step.
+            needs_budget = not (self._limits_prompts and stream.is_decode_call)
+            if needs_budget and budgets[stream.queue_order.group] <= 0:
                 # The running prefills take all tokens of a step.
                 lacking = "slots"
             else:
-                lacking = self._reserve(self._waiting[0])
+                lacking = self._reserve(stream)
             if lacking:
+                record_wait(stream, lacking)
                 break
-            stream = self._waiting.popleft()
+            self._waiting.remove(stream)
             _take(budgets, stream)
             self._begin(stream)
         self._queue_waits.waiting_for(lacking)
-        if lacking:
-            record_wait(self._waiting[0], lacking)
 
-    def _admit_decode_calls(self) -> None:
-        """Start queued decode calls, before all prompts.
+    def _next_waiting(self, budgets: Sequence[int]) -> MockStream:
+        """Return the waiting stream that starts next.
 
-        In elastic engines, prompts leave them tokens of each step (see `vllm.chunk_threshold`).
+        In elastic engines, decode calls start before prompts (see `vllm.chunk_threshold`), but not
+        before one that has waited for MAX_WAIT_S for more than tokens of a step (`budgets`).
         """
-        for stream in list(self._waiting):
-            if stream.is_decode_call and stream.first_step <= self._step_number:
-                if self._reserve(stream):
-                    break
-                self._waiting.remove(stream)
-                self._begin(stream)
+        if self._limits_prompts:
+            overdue_s = self._clock() - MAX_WAIT_S
+            for stream in self._waiting:
+                if stream.queued_s <= overdue_s and budgets[stream.queue_order.group] > 0:
+                    return stream
+                if stream.is_decode_call and stream.first_step <= self._step_number:
+                    return stream
+        return self._waiting[0]
 
     def _begin(self, stream: MockStream) -> None:
         """Add a stream to the batch.

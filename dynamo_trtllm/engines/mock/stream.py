@@ -81,6 +81,11 @@ class MockStream(TaskStream):
         return self.request.kv_params is not None
 
     @property
+    def is_fetching(self) -> bool:
+        """Return whether this is a decode call whose KV has not arrived yet."""
+        return self.is_decode_call and not self.wanted and not self.num_output
+
+    @property
     def kv_tokens(self) -> int:
         """Return the number of tokens to reserve KV blocks for."""
         if self.request.phase is Phase.PREFILL:

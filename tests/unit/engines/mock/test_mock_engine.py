@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -349,29 +349,34 @@ def test_step_costs_replace_the_times_of_steps() -> None:
         MockArgs.model_validate({"step_costs": {"decode": decode, "prefill": decode}})
 
 
-def test_decode_calls_do_not_wait_for_prompts_of_elastic_engines() -> None:
-    """So it is with vLLM: `vllm.chunk_threshold` leaves them tokens of each step."""
+def elastic_pair(clocks: Clocks, **args: Any) -> list[MockEngine]:
+    """Return two elastic engines whose steps of 1,000 prompt tokens take 110 ms."""
     published: dict[str, Any] = {}
+    config = WorkerConfig(
+        model_path="mock",
+        engine="mock",
+        disaggregation_mode=Role.ELASTIC,
+        override_engine_args={
+            "step_s": 0.01,
+            "prefill_token_s": 1e-4,
+            "prefill_tokens_per_step": 1000,
+            "max_seq_len": 21_000,
+            **args,
+        },
+    )
+    return [
+        MockEngine(config, instance_id=id_, backend=MemoryBackend(published), clocks=clocks, seed=1)
+        for id_ in (1, 2)
+    ]
 
-    def elastic(instance_id: int, clocks: Clocks) -> MockEngine:
-        config = WorkerConfig(
-            model_path="mock",
-            engine="mock",
-            disaggregation_mode=Role.ELASTIC,
-            override_engine_args={
-                "step_s": 0.01,
-                "prefill_token_s": 1e-4,
-                "prefill_tokens_per_step": 1000,
-                "kv_transfer_s": 0.3,
-                "max_seq_len": 21_000,
-            },
-        )
-        backend = MemoryBackend(published)
-        return MockEngine(config, instance_id=instance_id, backend=backend, clocks=clocks, seed=1)
+
+@pytest.mark.parametrize("plan_ahead", [False, True])
+def test_decode_calls_do_not_wait_for_prompts_of_elastic_engines(plan_ahead: bool) -> None:
+    """So it is with vLLM: `vllm.chunk_threshold` leaves them tokens of each step."""
 
     async def decoded_after_s() -> float:
         clocks = virtual_clocks()
-        first, second = elastic(1, clocks), elastic(2, clocks)
+        first, second = elastic_pair(clocks, kv_transfer_s=0.3, plan_ahead=plan_ahead)
         async with started(first), started(second):
             kv_params = await prefill_params(first, PROMPT)
             # Without streams, 20 steps of 110 ms.
@@ -381,13 +386,67 @@ def test_decode_calls_do_not_wait_for_prompts_of_elastic_engines() -> None:
             assert len(await decode(second, kv_params, max_tokens=3)) == 3
             after_s = clocks.monotonic() - begun_s
             long_prompt.cancel()
-        # Steps are short while the KV is fetched, too: the stream will begin soon.
+        # Steps are short while the KV is fetched, too: the stream will begin soon. So they are in
+        # the step that was planned before the KV arrived.
         before_stream = [step for step in second.steps if not step.decode_requests]
         prompt_tokens = [step.prefill_tokens for step in before_stream]
+        assert prompt_tokens == sorted(prompt_tokens, reverse=True)
         assert (max(prompt_tokens), min(prompt_tokens)) == (1000, ChunkSize(1000).tokens)
         return after_s
 
     assert run_virtual(decoded_after_s()) < 0.3 + 0.3
+
+
+@pytest.mark.parametrize(("stream_s", "is_prompt_first"), [(20.0, False), (40.0, True)])
+def test_decode_calls_overtake_no_prompt_that_has_waited_long(
+    stream_s: float, is_prompt_first: bool
+) -> None:
+    """As docs/queues.md says of the mock engine: after 30 s, a request goes before later ones."""
+
+    async def ended() -> list[str]:
+        first, second = elastic_pair(virtual_clocks(), max_batch_size=1)
+        order: list[str] = []
+
+        async def note(name: str, call: Coroutine[Any, Any, Any]) -> None:
+            await call
+            order.append(name)
+
+        async with started(first), started(second), asyncio.TaskGroup() as group:
+            kv_params = await prefill_params(first, PROMPT)
+            stream = answer(second, PROMPT, max_tokens=int(stream_s / 0.01))
+            group.create_task(note("stream", stream))
+            await asyncio.sleep(1.0)
+            group.create_task(note("prompt", answer(second, PROMPT, max_tokens=2)))
+            await asyncio.sleep(1.0)
+            group.create_task(note("decode call", decode(second, kv_params, max_tokens=2)))
+        return order
+
+    last = ["prompt", "decode call"] if is_prompt_first else ["decode call", "prompt"]
+    assert run_virtual(ended()) == ["stream", *last]
+
+
+def test_prompts_take_no_space_for_which_a_decode_call_waits() -> None:
+    """vLLM does not look at requests behind the first one that lacks KV blocks."""
+
+    async def ended() -> list[str]:
+        first, second = elastic_pair(virtual_clocks(), kv_cache_blocks=12)
+        order: list[str] = []
+
+        async def note(name: str, call: Coroutine[Any, Any, Any]) -> None:
+            await call
+            order.append(name)
+
+        async with started(first), started(second), asyncio.TaskGroup() as group:
+            kv_params = await prefill_params(first, PROMPT)
+            # Seven blocks, so there is space for the prompt and not for the decode call.
+            group.create_task(note("stream", answer(second, PROMPT, max_tokens=100)))
+            await asyncio.sleep(0.1)
+            prompt = answer(second, prompt_of(33), max_tokens=90)
+            group.create_task(note("prompt", prompt))
+            group.create_task(note("decode call", decode(second, kv_params, max_tokens=80)))
+        return order
+
+    assert run_virtual(ended()) == ["stream", "decode call", "prompt"]
 
 
 def test_request_after_a_cancelled_one_is_served() -> None:
