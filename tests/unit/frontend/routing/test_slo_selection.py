@@ -215,6 +215,39 @@ def test_first_stream_of_a_worker_is_the_last_resort() -> None:
     assert found_pair.meets_slo
 
 
+def test_whole_requests_go_to_elastic_workers_that_have_streams() -> None:
+    view = model_view(
+        decode=[instance(id_, Role.ELASTIC, is_elastic=True) for id_ in (DECODE, OTHER_DECODE)]
+    )
+    # No pair keeps the limits, because KV comes late. The other worker has lower pressure.
+    late_kv = {"fetching_tokens": 20_000}
+    found = chosen({DECODE: {"num_generating": 20, **late_kv}, OTHER_DECODE: late_kv}, view)
+    assert (found.path, found.decode.id) == (Path.ON_DECODE, DECODE)
+    assert found.meets_slo
+    full = {"num_generating": MAX_STREAMS, **late_kv}
+    found = chosen({DECODE: full, OTHER_DECODE: late_kv}, view)
+    assert (found.path, found.decode.id) == (Path.ON_DECODE, OTHER_DECODE)
+
+
+def test_first_stream_is_the_last_resort_among_pairing_keys() -> None:
+    """Elastic workers of one key, and a pair of another key that has more to do."""
+    layout = msgspec.structs.replace(instance(DECODE, Role.DECODE).layout, dtype="other")
+    elastic = [instance(id_, Role.ELASTIC, can_aggregate=False) for id_ in (DECODE, OTHER_DECODE)]
+    third = instance(THIRD_DECODE, Role.DECODE, layout=layout, can_aggregate=False)
+    view = model_view(
+        prefill=[
+            instance(PREFILL, Role.PREFILL),
+            instance(OTHER_PREFILL, Role.PREFILL, layout=layout),
+        ],
+        decode=[*elastic, third],
+    )
+    assert len(view.groups) == 2
+    found = chosen({THIRD_DECODE: {"running": 20}}, view)
+    assert (found.path, found.decode.id) == (Path.PREFILL_DECODE, THIRD_DECODE)
+    late = {OTHER_PREFILL: {"queued_prefill_tokens": 20_000}}
+    assert chosen(late, view).decode.id != THIRD_DECODE
+
+
 def test_engine_that_cannot_aggregate_is_not_tried() -> None:
     for loads in (BUSY_PREFILLS, FULL_DECODES):
         assert chosen(loads, PAIRS_ONLY).path is Path.PREFILL_DECODE
