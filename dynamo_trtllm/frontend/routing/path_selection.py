@@ -78,7 +78,7 @@ class ChosenPath(msgspec.Struct, frozen=True):  # created in a third of the time
     # The largest ratio of a predicted time to its limit. Above 1, a limit is missed.
     pressure: float
     # Other paths on which as few requests miss a limit are chosen before this one, because the
-    # stream of this request would slow the prompts of its worker.
+    # stream of this request would slow the prompts of its worker, or the worker has many streams.
     is_last_resort: bool = False
 
     @property
