@@ -120,7 +120,9 @@ class PredictedTimes(NamedTuple):
         return max(self.ttft_part, self.decode_part)
 
     def __str__(self) -> str:
-        return f"first tokens after {_as_text(self.ttft_s)}, gaps of {_as_text(self.gap_s)}"
+        ttft_limit_s = self.ttft_s / self.ttft_part if self.ttft_part else 0.0
+        ttft = _as_text(self.ttft_s, most_s=max(_GROWS_FOR_S, ttft_limit_s))
+        return f"first tokens after {ttft}, gaps of {_as_text(self.gap_s, most_s=_GROWS_FOR_S)}"
 
 
 class TransferForecast(NamedTuple):
@@ -387,13 +389,16 @@ class Predictor:
         return max(parts)
 
 
-def _as_text(seconds: float) -> str:
+def _as_text(seconds: float, *, most_s: float) -> str:
     """Return a predicted time for people.
 
-    Longer times than the one for which a growing queue is predicted say only that it grows.
+    Args:
+        seconds: the time.
+        most_s: the longest one that is said: the time for which a growing queue is predicted, or a
+            longer limit. Beyond both, how long it is says nothing.
     """
-    if seconds > _GROWS_FOR_S:
-        return f"more than {_GROWS_FOR_S:g} s"
+    if seconds > most_s:
+        return f"more than {most_s:g} s"
     return f"{1000 * seconds:.0f} ms"
 
 

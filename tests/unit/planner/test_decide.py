@@ -25,7 +25,7 @@ from dynamo_trtllm.planner.decide import (
     decide,
 )
 from dynamo_trtllm.planner.frontend_queues import FrontendQueue
-from dynamo_trtllm.planner.predict import RoleCounts, TimeLimits
+from dynamo_trtllm.planner.predict import PredictedTimes, RoleCounts, TimeLimits
 from dynamo_trtllm.protocol.cost_model import (
     CostModel,
     linear_decode_fit,
@@ -461,3 +461,11 @@ def test_reason_of_an_overload_says_no_absurd_times() -> None:
     assert decision.before is not None
     assert decision.before.ttft_s > 100
     assert "first tokens after more than 10 s, gaps of 0 ms" in decision.reason
+
+
+def test_reason_says_times_within_a_long_limit() -> None:
+    """With a limit of 30 s, first tokens after 20 s are in time, and those after 40 s are not."""
+    times = PredictedTimes(20.0, 0.0, 0.05, 20 / 30, 0.5)
+    assert str(times) == "first tokens after 20000 ms, gaps of 50 ms"
+    late = times._replace(ttft_s=40.0, ttft_part=40 / 30)
+    assert str(late) == "first tokens after more than 30 s, gaps of 50 ms"
