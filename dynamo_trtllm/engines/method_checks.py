@@ -57,6 +57,8 @@ def _problem(found: object, name: str, declared: object) -> str:
     is_async = inspect.iscoroutinefunction(found) or inspect.isasyncgenfunction(found)
     if is_async and not must_be_async:
         return f"has `async def {name}`, not a plain method"
+    if inspect.isgeneratorfunction(found):
+        return f"has {name} as a generator, with `yield`, not as a plain method"
     return _problem_of_parameters(found, name, declared)
 
 

@@ -10,7 +10,7 @@ import asyncio
 import contextvars
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from typing import Any, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 from dynamo_trtllm.protocol.errors import DynamoError, EngineFailed, InternalError, Overloaded
 from dynamo_trtllm.protocol.messages import (
@@ -207,6 +207,13 @@ def unexpected_error(exc: Exception, stream: str) -> DynamoError:
     return error
 
 
+def _is_terminal(event: object) -> bool:
+    """Return whether an event ends a stream."""
+    if isinstance(event, Chunk):
+        return event.finish_reason is not None
+    return isinstance(event, DynamoError)
+
+
 class Stream:
     """The common part of stream handles: pass events on until the terminal event or `cancel`.
 
@@ -288,15 +295,22 @@ class Stream:
 class TaskStream(Stream):
     """A stream that does a part of its work in a task, such as the fetch of its KV.
 
-    A stream has at most one task at a time.
+    A stream has at most one task at a time. It ends when the task has ended, unless a subclass says
+    otherwise.
 
     Args:
         on_event: receives the events.
         tasks: the running tasks of the owner. The owner awaits them when it shuts down.
         kv_holder: see `Stream`.
+
+    Attributes:
+        continues_after_task: True in a subclass whose owner emits events after the task, such as a
+            scheduler.
     """
 
     __slots__ = ("_context", "_task", "_tasks", "_work")
+
+    continues_after_task: ClassVar[bool] = False
 
     def __init__(
         self, on_event: OnEvent, tasks: set[asyncio.Task[None]], kv_holder: KvHolder | None = None
@@ -312,7 +326,8 @@ class TaskStream(Stream):
     def run(self, work: Coroutine[Any, Any, StreamEvent | None], name: str) -> None:
         """Await `work` in a task, and emit the event that it returns.
 
-        An error of `work` ends the stream. Cancelling the stream cancels the task.
+        An error of `work` ends the stream. So does its end, with InternalError if the stream has no
+        terminal event by then. Cancelling the stream cancels the task.
         """
         self._work = work
         task = asyncio.get_running_loop().create_task(
@@ -333,6 +348,8 @@ class TaskStream(Stream):
         except Exception as exc:  # noqa: BLE001 - logged, and the caller gets InternalError
             task = asyncio.current_task()
             event = unexpected_error(exc, task.get_name() if task else "-")
+        if not self.continues_after_task and not self.has_ended and not _is_terminal(event):
+            event = self._no_end_error(event)
         # This task has done its work, so the end of the stream must not cancel it.
         self._task = None
         try:
@@ -346,6 +363,20 @@ class TaskStream(Stream):
             # The traceback of an error refers to this frame. If the frame still referred to the
             # error, this cycle would keep the request in memory.
             event = None
+
+    def _no_end_error(self, returned: object) -> DynamoError:
+        """Log that the task has returned no terminal event. Return the error that ends the stream.
+
+        Without it, the client would wait until the deadline of its request.
+        """
+        task = asyncio.current_task()
+        what = "None" if returned is None else f"a {type(returned).__name__}"
+        if isinstance(returned, Chunk):
+            what += " without finish_reason"
+        text = f"the task of the stream returned {what}, and the stream has no end"
+        name = task.get_name() if task else "-"
+        log.error("request failed: %s: %s; return a Chunk with a finish_reason", name, text)
+        return InternalError(f"{text}; see the log")
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         """Free what the stream holds if its task was cancelled, or end the stream."""

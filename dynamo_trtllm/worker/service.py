@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -49,6 +50,7 @@ from dynamo_trtllm.protocol.messages import (
 from dynamo_trtllm.protocol.streams import OnEvent, Stream, StreamEvent, StreamHandle
 from dynamo_trtllm.worker import startup
 from dynamo_trtllm.worker.cost_fit import CallSample, CostFit
+from dynamo_trtllm.worker.engine_events import EngineEvents, is_foreign
 from dynamo_trtllm.worker.timing import TIMING, WorkerTiming
 from dynamo_trtllm.worker.worker_admission import WorkerAdmission
 
@@ -265,6 +267,7 @@ class WorkerService:
 
     def __post_init__(self) -> None:
         self.called = asyncio.Event()  # set by each call
+        self._is_foreign = is_foreign(self.engine)
         self._signer = self.signer or TransferSigner(self.instance.id)
         # The newest report, and when it was made.
         self._last_load: LoadReport | None = None
@@ -311,7 +314,7 @@ class WorkerService:
             else:
                 stream.work = self._work(request)
             RECORDER.follow(stream)
-            stream.source = context.run(self.engine.generate, request, stream.emit)
+            stream.source = context.run(self._start_call, request, stream)
         except DynamoError as exc:
             asyncio.get_running_loop().call_soon(stream.emit, exc)
         except Exception as exc:  # noqa: BLE001 - logged, and the caller gets InternalError
@@ -319,6 +322,14 @@ class WorkerService:
             error = InternalError(f"the worker failed on this request: {type(exc).__name__}")
             asyncio.get_running_loop().call_soon(stream.emit, error)
         return stream
+
+    def _start_call(self, request: GenerateRequest, stream: ServiceStream) -> StreamHandle:
+        """Start the call in the engine."""
+        if not self._is_foreign:
+            return self.engine.generate(request, stream.emit)
+        name = type(self.engine).__qualname__
+        events = EngineEvents(name, request.request_id, stream.emit)
+        return events.start(partial(self.engine.generate, request))
 
     def _check(self, request: GenerateRequest) -> None:
         """Check that this worker serves the call. Raises DynamoError."""

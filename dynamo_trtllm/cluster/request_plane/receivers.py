@@ -54,6 +54,8 @@ class StreamReceiver(TaskStream):
 
     __slots__ = ("_next_number", "_on_end", "_send_cancel", "last_ping_before_ack", "waiting")
 
+    continues_after_task = True
+
     def __init__(
         self,
         on_event: OnEvent,

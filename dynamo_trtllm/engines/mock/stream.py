@@ -31,6 +31,8 @@ class MockStream(TaskStream):
         clock: returns seconds of a monotonic clock.
     """
 
+    continues_after_task = True
+
     def __init__(
         self,
         request: GenerateRequest,

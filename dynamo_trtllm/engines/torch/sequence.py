@@ -38,6 +38,8 @@ class TorchSequence(TaskStream):
         retire: ends the sequence and frees its blocks.
     """
 
+    continues_after_task = True
+
     def __init__(
         self,
         request: GenerateRequest,

@@ -135,6 +135,11 @@ class GeneratorGenerate(FiveMethods):
         yield 1
 
 
+class PlainGeneratorGenerate(FiveMethods):
+    def generate(self, request: Any, on_event: Any) -> Any:
+        yield 1
+
+
 class GenerateWithoutEvents(FiveMethods):
     def generate(self, request: Any) -> Any: ...  # type: ignore[override]
 
@@ -179,6 +184,7 @@ class ObstacleAsMethod(FiveMethods, Sleeps):
         (PlainStart, "has start as a plain method, not as `async def start`"),
         (AsyncGenerate, "has `async def generate`, not a plain method"),
         (GeneratorGenerate, "has `async def generate`, not a plain method"),
+        (PlainGeneratorGenerate, "has generate as a generator, with `yield`"),
         (GenerateWithoutEvents, r"can't be called as generate\(request, on_event\): too many"),
         (DrainWithLimit, r"has drain, which can't be called as drain\(\): missing .*limit_s"),
         (StatsAsValue, "has stats, which is no method"),

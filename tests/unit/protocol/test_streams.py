@@ -46,6 +46,8 @@ LAST = Chunk(token_ids=token_ids([2]), finish_reason=FinishReason.STOP)
 class Counted(TaskStream):
     """A stream that counts how often it was freed, and notes whether its task still ran."""
 
+    continues_after_task = True
+
     def __init__(self, events: list[StreamEvent]) -> None:
         self.running: set[asyncio.Task[None]] = set()
         super().__init__(events.append, self.running)
