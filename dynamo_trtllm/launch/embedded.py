@@ -29,6 +29,7 @@ from dynamo_trtllm.planner.process import PlannerProcess
 from dynamo_trtllm.protocol.errors import ConfigError, Draining, EngineNotReady, install_hint
 from dynamo_trtllm.protocol.messages import Role
 from dynamo_trtllm.protocol.sanitize import shown
+from dynamo_trtllm.support.standard_streams import open_standard_streams
 from dynamo_trtllm.worker.worker import Worker
 
 # A worker of these engines takes the memory of all GPUs that the process sees.
@@ -81,6 +82,7 @@ def serve(
         Role.AGGREGATED: aggregated,
         Role.ELASTIC: elastic,
     }
+    open_standard_streams()
     _check_counts(counts, engine)
     _check_model(model)
     _check_engine(engine)

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from dynamo_trtllm.protocol.errors import Draining
+from dynamo_trtllm.support.standard_streams import open_standard_streams
 
 # The longest wait of `ready` until `serve` begins. `serve` may begin later on another thread.
 _BEGIN_S: Final = 5.0
@@ -116,8 +117,12 @@ class Lifecycle(ABC):
             raise self._failure
         raise self._stopped_error()
 
-    def _check_can_run(self) -> None:
-        """Raise RuntimeError unless `run` can start an event loop here and handle signals."""
+    def _prepare_run(self) -> None:
+        """Prepare the process for `run`, which starts an event loop and handles signals.
+
+        Raises:
+            RuntimeError: this is not the main thread, or the thread runs an event loop already.
+        """
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError(
                 f"{self._kind}.run handles signals and needs the main thread; in other threads,"
@@ -128,6 +133,7 @@ class Lifecycle(ABC):
                 f"{self._kind}.run starts an event loop, but one runs in this thread already (as in"
                 " a notebook); await serve(), or use `async with`"
             )
+        open_standard_streams()
 
     @property
     def _kind(self) -> str:

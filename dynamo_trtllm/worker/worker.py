@@ -249,7 +249,7 @@ class Worker(Lifecycle):
         """
         import uvloop
 
-        self._check_can_run()
+        self._prepare_run()
         self._owns_process = True
         sys.setswitchinterval(SWITCH_S)
         gc.set_threshold(*_GC_THRESHOLDS)

@@ -187,3 +187,34 @@ print(serve({MODEL!r}, engine="mock").start().model)
     )
     assert (done.returncode, done.stdout) == (0, f"{MODEL}\nFalse\n")
     assert done.stderr == ""
+
+
+OF_SERVE = f"""
+import sys
+from dynamo_trtllm import serve
+with serve({MODEL!r}, engine="mock"):
+    pass
+sys.exit(7)
+"""
+OF_RUN = """
+import asyncio, os, signal, sys, threading
+from dynamo_trtllm import Frontend, FrontendConfig
+settings = {"nats_server": "inproc://", "etcd_endpoints": "memory://", "http_port": 0}
+frontend = Frontend(FrontendConfig(**settings))
+def end():
+    asyncio.run(frontend.ready())
+    os.kill(os.getpid(), signal.SIGTERM)
+threading.Thread(target=end).start()
+frontend.run()
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("program", [OF_SERVE, OF_RUN])
+def test_program_when_standard_streams_are_closed_then_it_ends_normally(
+    program: str, closed: str
+) -> None:
+    # A socket with the number of a standard stream makes uvloop abort when it is closed.
+    command = ["bash", "-c", f'exec "$@" {closed}', "-", sys.executable, "-c", program]
+    assert subprocess.run(command, timeout=60, check=False).returncode == 7

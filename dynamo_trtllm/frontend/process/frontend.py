@@ -168,7 +168,7 @@ class Frontend(Lifecycle):
             Unreachable: NATS or etcd does not answer.
             RuntimeError: this is not the main thread, or the thread runs an event loop already.
         """
-        self._check_can_run()
+        self._prepare_run()
         config = self._config
         config.check_exposure()
         if config.workers > 1:

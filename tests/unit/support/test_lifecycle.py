@@ -137,7 +137,7 @@ async def test_block_when_it_raises_then_its_error_ends_the_server() -> None:
 
 async def test_run_in_an_event_loop_says_what_to_do() -> None:
     with pytest.raises(RuntimeError, match=r"Server\.run starts an event loop, but one runs"):
-        Server()._check_can_run()
+        Server()._prepare_run()
 
 
 def test_run_in_another_thread_says_what_to_do() -> None:
@@ -145,7 +145,7 @@ def test_run_in_another_thread_says_what_to_do() -> None:
 
     def run() -> None:
         try:
-            Server()._check_can_run()
+            Server()._prepare_run()
         except RuntimeError as exc:
             errors.append(exc)
 
