@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import sys
 from http import HTTPStatus
+from http.client import HTTPException
 from pathlib import Path
 from urllib.error import HTTPError
 
@@ -71,6 +72,10 @@ def choose_model(url: str, wanted: str | None) -> tuple[str, int | None]:
         reason = getattr(exc, "reason", exc)  # URLError wraps the error of the socket
         raise SystemExit(
             f"No server answers at {url} ({reason}). Start a deployment or pass --url."
+        ) from exc
+    except (HTTPException, ValueError, LookupError, TypeError) as exc:
+        raise SystemExit(
+            f"{url} is not the address of an OpenAI-compatible server ({exc}). Pass --url."
         ) from exc
     names = ", ".join(models) or "none"
     if wanted is None and len(models) != 1:

@@ -5,6 +5,7 @@ maximum.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Sequence
 
 import msgspec
@@ -28,11 +29,14 @@ def limit(text: str, *, is_floor: bool) -> Limit:
         hint = f"Did you mean {near[0]}?" if near else f"Metrics: {', '.join(METRICS)}."
         raise ValueError(f"no metric {metric!r}. {hint}")
     try:
-        return Limit(metric=metric, value=float(value), is_floor=is_floor)
+        number = float(value)
     except ValueError as exc:
         raise ValueError(
             f"{text!r} is not METRIC=VALUE" + ("" if equals else ": = is missing")
         ) from exc
+    if math.isnan(number):
+        raise ValueError(f"{text!r}: no run would miss this limit; pass a number")
+    return Limit(metric=metric, value=number, is_floor=is_floor)
 
 
 def missed(limits: Sequence[Limit], found: Summary) -> list[str]:

@@ -15,18 +15,21 @@ and for a shape with more tokens than the model supports.
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
+from dynamo_trtllm.cli.output_files import make_folder, write_text
 from dynamo_trtllm.config.client_commands import DEFAULT_FRONTEND
 from dynamo_trtllm.config.load import program
 from dynamo_trtllm.config.token_counts import parse_tokens
@@ -48,6 +51,9 @@ from .shapes import LAPTOP, SHAPES, Level, Shape, find_shape
 
 log = logging.getLogger(PROG)
 N = TypeVar("N", int, float)
+# What a file system reports that became full or read-only during the load.
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+_LONGEST_WAIT_S = 24 * 3600.0
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -73,17 +79,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         shape.check_fits(model, longest)
     except ValueError as exc:
-        log.error("%s: %s", PROG, exc)
+        log.error("%s: %s", program(PROG), exc)
         raise SystemExit(2) from exc
     target = Target(url=url, model=model, timeout_s=args.timeout_s, goals_ms=goals_ms)
-    with Interrupts() as interrupts:
-        run, lines, is_complete = _run(args, shape, target, interrupts)
     folder = args.out or Path("benchmark-results") / f"{shape.name}-{datetime.now():%Y%m%d-%H%M%S}"
-    save(run, lines, folder)
-    log.info("drawing the report")
-    (folder / REPORT_FILE).write_text(
-        draw(run, lines, earlier, shlex.join([*PROG.split(), *words]))
-    )
+    try:
+        with _results_in(folder):
+            with Interrupts() as interrupts:
+                run, lines, is_complete = _run(args, shape, target, interrupts)
+            save(run, lines, folder)
+            log.info("drawing the report")
+            command = shlex.join([*PROG.split(), *words])
+            write_text(folder / REPORT_FILE, draw(run, lines, earlier, command), "out")
+    except ConfigError as exc:
+        log.error("%s: %s", program(PROG), exc.message)
+        raise SystemExit(2) from exc
     log.info("report: %s", folder / REPORT_FILE)
     misses = missed(limits, summary(run))
     for line in misses:
@@ -93,6 +103,33 @@ def main(argv: Sequence[str] | None = None) -> None:
         log.error("no request succeeded")
     if misses or not succeeded or not is_complete:
         raise SystemExit(1)
+
+
+@contextmanager
+def _results_in(folder: Path) -> Iterator[None]:
+    """Check before the load that results can be written to a folder, which is created.
+
+    A folder that was created and is still empty at the end is removed.
+
+    Raises:
+        ConfigError: the folder can't be written, or the file system became full.
+    """
+    is_new = not folder.exists()
+    make_folder(folder, "out")
+    try:
+        yield
+    except OSError as exc:
+        if exc.errno not in _DISK_ERRORS:
+            raise
+        raise ConfigError(
+            f"the results can't be written to {folder}: {exc.strerror}; free space, or pass --out"
+            " with another folder, and run again",
+            field="out",
+        ) from exc
+    finally:
+        if is_new:
+            with suppress(OSError):  # it has files
+                folder.rmdir()
 
 
 Draw = Callable[[Run, list[Line], tuple[Run, list[Line]] | None, str], str]
@@ -133,14 +170,14 @@ def _run(
         machine=_machine(),
         goals_ms=target.goals_ms,
     )
-    program = aiperf.install(args.aiperf_dir) if args.aiperf else None
+    installed = aiperf.install(args.aiperf_dir) if args.aiperf else None
     lines: list[Line] = []
     for repetition in range(1, args.repetitions + 1):
         for level in shape.levels:
             log.info("%s, repetition %d of %d", level, repetition, args.repetitions)
             try:
                 found, records = _measure(
-                    program, shape, target, level, repetition, args, interrupts
+                    installed, shape, target, level, repetition, args, interrupts
                 )
             except PointInterrupted as exc:
                 found, records = exc.point, exc.records
@@ -148,12 +185,12 @@ def _run(
                 records = []
             except AllRequestsFailed as exc:
                 if not run.points:
-                    raise SystemExit(f"{PROG}: {exc}") from exc
+                    raise SystemExit(f"{program(PROG)}: {exc}") from exc
                 log.error("%s. The report contains the earlier points.", exc)
                 return run, lines, False
             if not records:
                 if not run.points:
-                    raise SystemExit(f"{PROG}: interrupted before a request was measured")
+                    raise SystemExit(f"{program(PROG)}: interrupted before a request was measured")
                 log.error("interrupted. The report contains the earlier points.")
                 return run, lines, False
             log.info("%s", table(found.figures).rstrip())
@@ -168,7 +205,7 @@ def _run(
 
 
 def _measure(
-    program: Path | None,
+    installed: Path | None,
     shape: Shape,
     target: Target,
     level: Level,
@@ -176,16 +213,16 @@ def _measure(
     args: argparse.Namespace,
     interrupts: Interrupts,
 ) -> tuple[Point, list[RequestRecord]]:
-    if program is None:
+    if installed is None:
         return point.measure(shape, target, level, repetition, interrupts)
     name = f"{shape.name}-{shape.level_name}-{level.value:g}-{repetition}"
     try:
         with interrupts.raising():
             return aiperf.measure(
-                program, shape, target, level, repetition, args.aiperf_dir / "artifacts" / name
+                installed, shape, target, level, repetition, args.aiperf_dir / "artifacts" / name
             )
     except (subprocess.CalledProcessError, ValueError) as exc:
-        raise SystemExit(f"{PROG}: {exc}") from exc
+        raise SystemExit(f"{program(PROG)}: {exc}") from exc
 
 
 def shape_of(args: argparse.Namespace) -> Shape:
@@ -211,7 +248,10 @@ def shape_of(args: argparse.Namespace) -> Shape:
 
 
 def _numbers(text: str, kind: Callable[[str], N]) -> tuple[N, ...]:
-    return tuple(kind(word) for word in text.split(","))
+    try:
+        return tuple(kind(word) for word in text.split(","))
+    except ValueError as exc:
+        raise ValueError(f"{text!r}: expected numbers with commas between them") from exc
 
 
 def _goodput(found: Point) -> str:
@@ -259,6 +299,17 @@ def _count(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from exc
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: expected 1 or more")
+    return value
+
+
+def _wait_s(text: str) -> float:
+    """Return a number of seconds."""
+    try:
+        value = float(text)
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number") from exc
+    if not 0 < value <= _LONGEST_WAIT_S:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected above 0, and at most 86400 (a day)")
     return value
 
 
@@ -364,7 +415,7 @@ def _add_measurement(made: argparse.ArgumentParser) -> None:
     )
     add(
         "--timeout-s",
-        type=float,
+        type=_wait_s,
         default=3600.0,
         help="longest wait for one response (default: 3600)",
     )

@@ -16,11 +16,10 @@ from ..summary import LoadSummary
 from . import PROG, phases
 from .goodput import count_good
 from .result import Point
-from .shapes import Level, Shape
+from .shapes import LONGEST_S, Level, Shape
 from .steady import steady
 
 log = logging.getLogger(PROG)
-_ALL_DAY_S = 24 * 3600.0
 _STREAMS_PER_CLIENT = 512  # streams that one client process can handle at the guides' rates
 
 
@@ -45,7 +44,7 @@ def load_of(shape: Shape, target: Target, level: Level, repetition: int) -> Load
         concurrency=level.concurrency or 1,
         rate=level.request_rate,
         requests=shape.requests_at(level),
-        seconds=_ALL_DAY_S,
+        seconds=LONGEST_S,
         isl=shape.isl,
         osl=shape.osl,
         timeout_s=target.timeout_s,

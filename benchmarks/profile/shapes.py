@@ -11,6 +11,9 @@ from typing import Any
 
 import msgspec
 
+LONGEST_S = 24 * 3600.0  # of a point
+MAX_REQUESTS = 10_000_000  # of a point; the results of all are kept in memory
+
 
 class Level(msgspec.Struct, frozen=True, order=True):
     """How hard one point presses: a number of concurrent requests, or a rate of requests."""
@@ -58,6 +61,22 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         if bool(self.concurrency) == bool(self.request_rate):
             raise ValueError(
                 f"shape {self.name} needs one or more values of either concurrency or request_rate"
+            )
+        for level in self.levels:
+            self._check_size(level)
+
+    def _check_size(self, level: Level) -> None:
+        """Raise ValueError if a point would not end within a day, or exceed the memory."""
+        # A minute of a rate near the largest float is infinite.
+        if level.request_rate > MAX_REQUESTS or self.requests_at(level) > MAX_REQUESTS:
+            raise ValueError(
+                f"shape {self.name}: {level} has more than {MAX_REQUESTS} requests; choose a"
+                " smaller --num-prompts, --concurrency or --request-rate"
+            )
+        if level.request_rate and self.requests_at(level) / level.request_rate > LONGEST_S:
+            raise ValueError(
+                f"shape {self.name}: {self.requests_at(level)} requests at {level} take more than"
+                " a day; choose a higher --request-rate or a smaller --num-prompts"
             )
 
     @property

@@ -78,3 +78,24 @@ def test_without_a_server_the_error_is_that_of_the_socket() -> None:
     url = f"http://127.0.0.1:{free_ports(1)}"
     with pytest.raises(SystemExit, match=r"No server answers at .* \(\[Errno 111\] Connection"):
         choose_model(url, None)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\n<html>",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{}",
+        b"SSH-2.0-OpenSSH_9.6\r\n",
+    ],
+)
+async def test_another_server_is_named(answer: bytes) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        with pytest.raises(SystemExit, match="not the address of an OpenAI-compatible server"):
+            await asyncio.to_thread(choose_model, url, None)

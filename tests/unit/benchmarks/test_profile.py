@@ -4,6 +4,8 @@ kept.
 
 from __future__ import annotations
 
+import errno
+import os
 from array import array
 from itertools import pairwise
 from pathlib import Path
@@ -123,6 +125,28 @@ def test_flags_change_a_shape(
     assert shape.name == name
     assert [str(level) for level in shape.levels] == levels
     assert shape.requests_at(shape.levels[0]) == requests
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--concurrency", "1,,2"], "expected numbers with commas"),
+        (["--num-prompts", "9" * 20], "concurrency 1 has more than 10000000 requests"),
+        (["--request-rate", "1e300"], "more than 10000000 requests"),
+        (["--request-rate", "1e-9"], "take more than a day"),
+        (["--request-rate", "0.001", "--num-prompts", "90"], "take more than a day"),
+    ],
+)
+def test_load_that_can_not_end_is_refused(words: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        shape_of(parser().parse_args(words))
+
+
+@pytest.mark.parametrize("wait", ["nan", "0", "-1", "1e300", "x"])
+def test_wait_that_makes_no_sense_is_refused(wait: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parser().parse_args(["--timeout-s", wait])
+    assert "--timeout-s" in capsys.readouterr().err
 
 
 # --- goodput --------------------------------------------------------------------------------------
@@ -314,10 +338,19 @@ def test_budget_when_missed_then_a_line_each() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["tps=1", "ttft_p50=1", "output_tokens_per_s", "output_tokens_per_s=many"]
+    "text",
+    [
+        "tps=1",
+        "ttft_p50=1",
+        "output_tokens_per_s",
+        "output_tokens_per_s=many",
+        "output_tokens_per_s=nan",
+    ],
 )
 def test_budget_when_it_makes_no_sense_then_what_to_change(text: str) -> None:
-    with pytest.raises(ValueError, match=r"Did you mean|Metrics:|is not METRIC=VALUE"):
+    with pytest.raises(
+        ValueError, match=r"Did you mean|Metrics:|is not METRIC=VALUE|pass a number"
+    ):
         limit(text, is_floor=True)
 
 
@@ -412,3 +445,38 @@ def test_without_matplotlib_nothing_is_measured(
     with pytest.raises(SystemExit, match="2"):
         main(["--shape", "laptop", "--url", "http://127.0.0.1:1"])
     assert "the report needs matplotlib" in capsys.readouterr().err
+
+
+class FakeLoad:
+    """Stands in for the load. Its result can't be written if a disk is full."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.was_sent = False
+        monkeypatch.setattr("benchmarks.profile.main.choose_model", lambda *_: ("m", None))
+        monkeypatch.setattr("benchmarks.profile.main._run", self._send)
+
+    def _send(self, *_: object) -> None:
+        self.was_sent = True
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_folder_that_can_not_be_written_is_an_error_before_the_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    load = FakeLoad(monkeypatch)
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match="2"):
+        main(["--url", "http://h", "--out", str(tmp_path / "file")])
+    assert "file can't be written: File exists; pass another path" in caplog.text
+    assert not load.was_sent
+
+
+def test_disk_that_is_full_after_the_load_is_an_error_without_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    load = FakeLoad(monkeypatch)
+    with pytest.raises(SystemExit, match="2"):
+        main(["--url", "http://h", "--out", str(tmp_path / "out")])
+    assert "No space left on device; free space" in caplog.text
+    assert load.was_sent
+    assert not (tmp_path / "out").exists()
