@@ -33,6 +33,7 @@ import orjson
 from dynamo_trtllm.config.load import program
 from dynamo_trtllm.protocol.errors import install_hint
 
+from ..arguments import count, seconds
 from .verdict import Outcome, Verdict
 
 # The faults need most of the package, so --help is several times as fast where they are imported
@@ -144,19 +145,19 @@ def parser() -> argparse.ArgumentParser:
     load = (
         "seconds of load per fault: 30%% before, 40%% during and 30%% after the fault (default: 20)"
     )
-    add("--seconds", type=float, default=20.0, help=load)
-    add("--streams", type=int, default=16, help="concurrent requests (default: 16)")
-    add("--osl", type=int, default=50, help="tokens per answer (default: 50)")
+    add("--seconds", type=seconds, default=20.0, help=load)
+    add("--streams", type=count, default=16, help="concurrent requests (default: 16)")
+    add("--osl", type=count, default=50, help="tokens per answer (default: 50)")
     engine = (
         "torch: tiny-gpt-oss on the CPU, greedy; trtllm: the same, with the adapter and a stand-in"
         " of TensorRT-LLM"
     )
     add("--engine", choices=("mock", "torch", "trtllm"), default="mock", help=engine)
     stall = "--stall-timeout-s of the frontend; workers get twice this value (default: 5)"
-    add("--stall-timeout-s", type=float, default=5.0, help=stall)
+    add("--stall-timeout-s", type=seconds, default=5.0, help=stall)
     add(
         "--hung-s",
-        type=float,
+        type=seconds,
         help="longest allowed silence; default: duration of the fault + 2 x stall timeout + 10",
     )
     add("--json", action="store_true", help="print one JSON object instead of the table")

@@ -37,6 +37,7 @@ from dynamo_trtllm.launch.running_deployments import frontend_here
 from dynamo_trtllm.protocol.errors import ConfigError, install_hint
 from dynamo_trtllm.support.charts import can_draw
 
+from ..arguments import count, seconds
 from ..client import choose_model
 from ..client_shards import AllRequestsFailed
 from ..interrupts import Interrupts
@@ -53,7 +54,6 @@ log = logging.getLogger(PROG)
 N = TypeVar("N", int, float)
 # What a file system reports that became full or read-only during the load.
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
-_LONGEST_WAIT_S = 24 * 3600.0
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -292,27 +292,6 @@ def _described(shape: Shape) -> str:
     return f"{shape.name} ({shape.isl} tokens in, {shape.osl} out)"
 
 
-def _count(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError as exc:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from exc
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected 1 or more")
-    return value
-
-
-def _wait_s(text: str) -> float:
-    """Return a number of seconds."""
-    try:
-        value = float(text)
-    except ValueError as exc:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number") from exc
-    if not 0 < value <= _LONGEST_WAIT_S:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected above 0, and at most 86400 (a day)")
-    return value
-
-
 def _tokens(text: str) -> int:
     """Return a number of tokens, which may have a suffix."""
     try:
@@ -379,13 +358,13 @@ def _add_load(made: argparse.ArgumentParser) -> None:
     )
     add(
         "--num-prompts",
-        type=_count,
+        type=count,
         help="requests per point; default: the shape's, ten times the concurrency, or a minute at"
         " the request rate",
     )
     add(
         "--warmup",
-        type=_count,
+        type=count,
         help="requests per point before the measured ones; default: the shape's",
     )
 
@@ -404,18 +383,18 @@ def _add_measurement(made: argparse.ArgumentParser) -> None:
     )
     add(
         "--repetitions",
-        type=_count,
+        type=count,
         default=1,
         help="repetitions of all points; the report shows median and spread",
     )
     add(
         "--gpus",
-        type=_count,
+        type=count,
         help="number of GPUs of the deployment, for figures per GPU; default: the guide's",
     )
     add(
         "--timeout-s",
-        type=_wait_s,
+        type=seconds,
         default=3600.0,
         help="longest wait for one response (default: 3600)",
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from .. import client_shards
+from ..arguments import LONGEST_S
 from ..interrupts import Interrupts
 from ..load_client import Load
 from ..stream import RequestRecord
@@ -16,7 +17,7 @@ from ..summary import LoadSummary
 from . import PROG, phases
 from .goodput import count_good
 from .result import Point
-from .shapes import LONGEST_S, Level, Shape
+from .shapes import Level, Shape
 from .steady import steady
 
 log = logging.getLogger(PROG)

@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 
-LONGEST_S = 24 * 3600.0  # of a point
+from ..arguments import LONGEST_S
+
 MAX_REQUESTS = 10_000_000  # of a point; the results of all are kept in memory
 
 

@@ -31,10 +31,24 @@ def test_page_of_faults_has_exactly_the_faults() -> None:
     assert cases == {*FAULTS, "migration"}
 
 
-@pytest.mark.parametrize("argv", [[], ["no-such-fault"], ["--engine", "none", "rolling"]])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["no-such-fault"],
+        ["--engine", "none", "rolling"],
+        ["rolling", "--seconds", "nan"],
+        ["rolling", "--seconds", "inf"],
+        ["rolling", "--streams", "0"],
+        ["rolling", "--osl", "0"],
+        ["rolling", "--stall-timeout-s", "-1"],
+        ["rolling", "--hung-s", "nan"],
+    ],
+)
 def test_command_when_it_is_called_wrongly_then_it_says_so(
-    argv: list[str], capsys: pytest.CaptureFixture[str]
+    argv: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("benchmarks.chaos.main.run_all", None)  # nothing starts
     with pytest.raises(SystemExit) as left:
         main(argv)
     assert left.value.code == 2
