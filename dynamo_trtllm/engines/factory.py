@@ -36,6 +36,7 @@ from dynamo_trtllm.engines.method_checks import check_engine_class
 from dynamo_trtllm.models.checkpoint import check_model_files
 from dynamo_trtllm.protocol.errors import ConfigError, InternalError, install_hint
 from dynamo_trtllm.protocol.messages import Role
+from dynamo_trtllm.protocol.sanitize import shown
 
 
 class EngineFactory(Protocol):
@@ -91,8 +92,15 @@ def create_engine(config: WorkerConfig, *, instance_id: int) -> Engine:
         instance_id: id of the worker, part of its KV transfer parameters.
 
     Raises:
-        ConfigError: the engine is not installed, lacks a method, or rejects its arguments.
+        ConfigError: an argument has a wrong type; or the engine is not installed, lacks a method,
+            or rejects its arguments.
     """
+    if not isinstance(config, WorkerConfig):
+        raise ConfigError(f"config is {shown(config)}; pass a WorkerConfig", field="config")
+    if not isinstance(instance_id, int) or isinstance(instance_id, bool):
+        raise ConfigError(
+            f"instance_id is {shown(instance_id)}; pass a number", field="instance_id"
+        )
     kind = find_engine(config)
     check_settings(config, kind)
     return kind.create(config, instance_id=instance_id)

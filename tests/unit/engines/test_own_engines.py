@@ -83,6 +83,22 @@ def test_engine_of_another_package_is_created_by_its_name(packages: Packages) ->
     assert "trtllm vllm torch mock five" in console.completion("bash")
 
 
+@pytest.mark.parametrize(
+    ("config", "instance_id", "problem"),
+    [
+        (None, 1, "config is None; pass a WorkerConfig"),
+        ({"engine": "mock"}, 1, "config is .*; pass a WorkerConfig"),
+        (config_of(engine="mock"), "1", "instance_id is '1'; pass a number"),
+        (config_of(engine="mock"), None, "instance_id is None; pass a number"),
+    ],
+)
+def test_engine_of_wrong_arguments_says_what_to_pass(
+    config: Any, instance_id: Any, problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        create_engine(config, instance_id=instance_id)
+
+
 def test_unknown_engine_lists_built_in_and_installed_ones(packages: Packages) -> None:
     packages.install("acme", "five", f"{__name__}:FiveMethods")
     with pytest.raises(ConfigError) as caught:
