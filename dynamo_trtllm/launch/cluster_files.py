@@ -36,7 +36,7 @@ from dynamo_trtllm.launch.kubernetes import (
     scalar,
     template,
 )
-from dynamo_trtllm.launch.plan import devices_of, planner_flags
+from dynamo_trtllm.launch.plan import devices_of, planner_flags, slo_limits
 from dynamo_trtllm.launch.topology import MachineFacts, ModelFacts, reads_model
 from dynamo_trtllm.models import BUNDLED
 from dynamo_trtllm.models.hub import HubModel
@@ -178,7 +178,7 @@ class ClusterDeployment:
 
     def planner_words(self) -> list[str]:
         """Return the flags of the planner; empty: there is none."""
-        flags = planner_flags(self.deployment)
+        flags = planner_flags(self.deployment, slo_limits(self.deployment.frontend or {}))
         if flags is None:
             return []
         address = {"system_host": "0.0.0.0", "system_port": _SYSTEM_PORT}

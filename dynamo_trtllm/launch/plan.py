@@ -119,12 +119,16 @@ def processes(deployment: DeploymentConfig, environ: Mapping[str, str] = {}) -> 
     common = {"namespace": deployment.namespace}
     environ = _with_placeholder_addresses(environ)
     specs = []
+    limits: Flags = {}
     if deployment.frontend is not None:
-        specs.append(_frontend(common | deployment.frontend, environ))
+        frontend, spec = _frontend(common | deployment.frontend, environ)
+        specs.append(spec)
+        # The limits may be set in the environment, too.
+        limits = slo_limits(frontend.model_dump(include=set(_SLO_LIMITS)))
     for worker in deployment.workers:
         flags = common | worker.flags
         specs.extend(_worker(worker, number, flags, environ) for number in range(worker.count))
-    planner = planner_flags(deployment)
+    planner = planner_flags(deployment, limits)
     if planner is not None:
         specs.append(_planner(common | planner, environ))
     _check_ports(specs)
@@ -212,24 +216,33 @@ def reachable(listening: str) -> str:
     return f"[{host}]:{port}" if is_ipv6 else listening
 
 
-def _frontend(flags: Flags, environ: Mapping[str, str]) -> ProcessSpec:
+def _frontend(flags: Flags, environ: Mapping[str, str]) -> tuple[FrontendConfig, ProcessSpec]:
     config, spec_fields = _planned(FRONTEND, FrontendConfig, "http", flags, {}, environ)
     config.check_exposure()
-    return ProcessSpec(
+    spec = ProcessSpec(
         module="dynamo_trtllm.frontend",
         stop_timeout_s=_FRONTEND_STOP_S,
         api_key=config.api_key[0] if config.api_key else "",
         needs_api_key=config.needs_api_key,
         **spec_fields,
     )
+    return config, spec
 
 
-def planner_flags(deployment: DeploymentConfig) -> Flags | None:
-    """Return the flags of a deployment's planner by field name; None: it has no planner."""
+def slo_limits(frontend: Flags) -> Flags:
+    """Return the limits of times among the settings of a frontend, by field name."""
+    return {name: frontend[name] for name in _SLO_LIMITS if frontend.get(name) is not None}
+
+
+def planner_flags(deployment: DeploymentConfig, limits: Flags) -> Flags | None:
+    """Return the flags of a deployment's planner by field name; None: it has no planner.
+
+    Args:
+        deployment: the deployment.
+        limits: the `slo_limits` of its frontend.
+    """
     if deployment.planner is False:
         return None
-    frontend = deployment.frontend or {}
-    limits = {name: frontend[name] for name in _SLO_LIMITS if name in frontend}
     if deployment.planner is not None:
         return limits | deployment.planner
     # The deployment says nothing about a planner. A planner runs only if it can do something: if

@@ -249,6 +249,27 @@ def test_elastic_workers_with_limits_get_a_planner(role, limits, planner, is_sta
         assert (read.slo_ttft_ms, read.slo_itl_ms, read.namespace) == (2000, 100, "ns")
 
 
+def test_limits_of_the_environment_start_a_planner():
+    made = DeploymentConfig.model_validate(
+        {
+            "frontend": {"http_port": 0},
+            "workers": [
+                {
+                    "name": "w",
+                    "disaggregation_mode": "elastic",
+                    "flags": {"model_path": "/models/m", "engine": "mock"},
+                }
+            ],
+        }
+    )
+    environ = {
+        "DYN_TRTLLM_ROUTER_MODE": "slo",
+        "DYN_TRTLLM_SLO_TTFT_MS": "2000",
+        "DYN_TRTLLM_SLO_ITL_MS": "100",
+    }
+    assert [spec.name for spec in processes(made, environ)] == ["frontend", "w", "planner"]
+
+
 def test_planner_without_limits_is_rejected():
     made = DeploymentConfig.model_validate(
         {
