@@ -317,6 +317,11 @@ class WorkerConfig(HttpAccessConfig):
                 "--prefill-share and --decode-share are for --disaggregation-mode elastic; the role"
                 f" {self.disaggregation_mode} fixes them; leave them out"
             )
+        if not is_elastic and "max_transfer_kv_fraction" in self.model_fields_set:
+            raise ValueError(
+                "--max-transfer-kv-fraction has an effect only with --disaggregation-mode elastic,"
+                f" not {self.disaggregation_mode}; leave it out"
+            )
         problem = Shares(self.prefill_share, self.decode_share).problem
         if problem:
             raise ValueError(f"--prefill-share and --decode-share: {problem}")

@@ -152,6 +152,10 @@ def test_bad_setting_of_shares_says_why(setting: str, reason: str) -> None:
         (["--decode-share", "half"], "decode-share"),
         (["--max-transfer-kv-fraction", "1"], "max-transfer-kv-fraction"),
         (["--disaggregation-mode", "decode", "--decode-share", "0.5"], "the role decode fixes"),
+        (
+            ["--disaggregation-mode", "decode", "--max-transfer-kv-fraction", "0.4"],
+            "only with --disaggregation-mode elastic, not decode",
+        ),
     ],
 )
 def test_bad_shares_of_a_worker_are_errors(flags: list[str], reason: str) -> None:
