@@ -57,10 +57,19 @@ class BuiltInEngine:
     # on two H200 with vLLM 0.33, 55 GiB stayed in use. The torch engine maps only a bounded staging
     # region. It is not known whether TensorRT-LLM keeps mappings: its value is False.
     keeps_kv_mapped: bool = False
+    # Why no configuration can run an elastic worker, as text that names the argument. "": one can.
+    elastic_obstacle: str = ""
 
 
 BUILT_IN: Final[Mapping[str, BuiltInEngine]] = {
-    "trtllm": BuiltInEngine(title="TensorRT-LLM", traits=EngineTraits(reads_model=True)),
+    "trtllm": BuiltInEngine(
+        title="TensorRT-LLM",
+        traits=EngineTraits(reads_model=True),
+        elastic_obstacle=(
+            "kv_cache_config: TensorRT-LLM does not report how many KV blocks it has, so KV for"
+            " other workers can't be limited, and two workers could wait for each other for ever"
+        ),
+    ),
     "vllm": BuiltInEngine(
         title="vLLM",
         traits=EngineTraits(reads_model=True, uses_kv_transfer_host=True),

@@ -88,6 +88,7 @@ def choose(machine: MachineFacts, model: ModelFacts, options: ServeConfig) -> To
         ConfigError: the model does not fit, or the options can't be fulfilled.
     """
     engine, why = _engine(machine, model, options)
+    _check_elastic(engine, options)
     reasons = {
         "model": f"{model.name}{_size(model.weight_bytes)}",
         "engine": f"{_title(engine)}: {why}",
@@ -95,6 +96,19 @@ def choose(machine: MachineFacts, model: ModelFacts, options: ServeConfig) -> To
     if not machine.gpus or not _has_weights(engine):
         return _on_cpu(engine, machine, model, options, reasons)
     return _on_gpus(engine, machine, model, options, reasons)
+
+
+def _check_elastic(engine: str, options: ServeConfig) -> None:
+    """Raise ConfigError if elastic workers are requested of an engine that can't run any.
+
+    Engines of other packages say so when a worker starts.
+    """
+    obstacle = BUILT_IN[engine].elastic_obstacle if engine in BUILT_IN else ""
+    if options.elastic is not None and obstacle:
+        raise ConfigError(
+            f"--elastic: the {engine} engine can't run an elastic worker: {obstacle}; use"
+            " --prefill and --decode, or another --engine"
+        )
 
 
 def _engine(machine: MachineFacts, model: ModelFacts, options: ServeConfig) -> tuple[str, str]:

@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 
 from dynamo_trtllm.config import environ
+from dynamo_trtllm.config.engine_names import BUILT_IN
 from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines import gpu
@@ -96,10 +97,7 @@ class TrtllmEngine(ExternalEngine, RunsPreflight, MeasuresSteps, PublishesKvEven
                 f"disable_overlap_scheduler is not set, and TensorRT-LLM {facts.release} rejects"
                 " prefill calls then, while decode calls are slower with it"
             )
-        return (
-            "kv_cache_config: TensorRT-LLM does not report how many KV blocks it has, so KV for"
-            " other workers can't be limited, and two workers could wait for each other for ever"
-        )
+        return BUILT_IN["trtllm"].elastic_obstacle
 
     def __init__(self, config: WorkerConfig, *, instance_id: int) -> None:
         """Merge and check the arguments.

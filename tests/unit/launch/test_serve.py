@@ -126,6 +126,10 @@ def test_dry_run_prints_a_file_for_the_launcher(
         (("tiny-gpt-oss", "--", "--max-batch-size", "3"), "remove --: flags of workers"),
         (("tiny-gpt-oss", "--replicas", "2", "--decode", "1"), "--replicas asks for aggregated"),
         (("tiny-gpt-oss", "--elastic", "2", "--replicas", "1"), "--elastic asks for elastic"),
+        (
+            ("tiny-gpt-oss", "--elastic", "2", "--engine", "trtllm", "--dry-run"),
+            "--elastic: the trtllm engine can't run an elastic worker: kv_cache_config: ",
+        ),
     ],
 )
 def test_serve_when_a_setting_is_wrong_then_one_line_says_so(
