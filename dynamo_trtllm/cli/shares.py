@@ -68,7 +68,7 @@ async def _run(config: SharesConfig) -> int:
     if stored.problem:
         _note(
             f"the record {share_key(config.namespace)} is invalid, and frontends use the shares"
-            f" before it: {stored.problem}; set shares to replace it"
+            f" before it: {stored.problem}; {stored.remedy}"
         )
     return 0
 
@@ -109,6 +109,8 @@ def _shares_of(worker: Instance, table: ShareTable | None) -> Shares:
 def _table(workers: list[Instance], stored: StoredShares) -> str:
     rows = [("worker", "model", "prefill share", "decode share", "set by")]
     table = stored.table
+    # Frontends that were running when an invalid table was written have the shares before it.
+    by_worker = "the worker, or a table before" if stored.problem else "the worker"
     for worker in workers:
         shares = _shares_of(worker, table)
         is_set = table is not None and worker.id in table.workers
@@ -118,7 +120,7 @@ def _table(workers: list[Instance], stored: StoredShares) -> str:
                 worker.card.name,
                 f"{shares.prefill:g}",
                 f"{shares.decode:g}",
-                "the table" if is_set else "the worker",
+                "the table" if is_set else by_worker,
             )
         )
     text = format_table(rows)

@@ -79,6 +79,14 @@ class StoredShares:
     # The table is invalid because a process of an incompatible release has written it.
     is_from_incompatible_release: bool = False
 
+    @property
+    def remedy(self) -> str:
+        """What to do about `problem`."""
+        if self.is_from_incompatible_release:
+            # This process does not replace the table, because processes of that release use it.
+            return "if no process of that version runs any more, delete the record in etcd"
+        return "set shares to replace it"
+
 
 class Registration(Protocol):
     """The registration of one instance.

@@ -14,6 +14,7 @@ from dynamo_trtllm.cluster.discovery.discovery_interface import (
     StoredShares,
     Synced,
 )
+from dynamo_trtllm.cluster.discovery.share_records import share_key
 from dynamo_trtllm.protocol.clocks import SYSTEM_CLOCKS
 from dynamo_trtllm.protocol.errors import Overloaded, Unreachable, VersionMismatch
 from dynamo_trtllm.protocol.messages import WIRE_VERSION, Instance, Role, encode
@@ -142,7 +143,10 @@ async def change_shares(
         stored = await discovery.read_shares(namespace)
         if stored.is_from_incompatible_release:
             # Frontends of that release would reject the table of this process.
-            raise VersionMismatch(f"the shares of namespace {namespace} stay: {stored.problem}")
+            raise VersionMismatch(
+                f"the shares of namespace {namespace} (record {share_key(namespace)}) stay:"
+                f" {stored.problem}; {stored.remedy}"
+            )
         table = changed_table(
             stored,
             changes,

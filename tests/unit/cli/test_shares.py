@@ -17,9 +17,9 @@ from dynamo_trtllm.config.commands import SharesConfig
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.config.shares import parse_shares
-from dynamo_trtllm.protocol.errors import ConfigError
-from dynamo_trtllm.protocol.messages import Role
-from dynamo_trtllm.protocol.shares import Shares
+from dynamo_trtllm.protocol.errors import ConfigError, VersionMismatch
+from dynamo_trtllm.protocol.messages import WIRE_VERSION, Role, encode
+from dynamo_trtllm.protocol.shares import Shares, ShareTable
 from tests.kit.cases import each_case
 from tests.kit.instances import elastic_instance, make_instance
 
@@ -106,9 +106,25 @@ async def test_shares_replaces_a_table_that_is_invalid(
 ) -> None:
     namespace.records.put(share_key("dynamo"), b"nothing")
     assert await namespace.run() == 0
-    assert "is invalid, and frontends use the shares before it" in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert "is invalid, and frontends use the shares before it" in printed.err
+    assert printed.err.endswith("; set shares to replace it\n")
+    assert "the worker, or a table before" in printed.out
     assert await namespace.run("--set", "a1=0/1") == 0
     assert "is invalid" not in capsys.readouterr().err
+
+
+async def test_shares_of_another_release_are_not_replaced(
+    namespace: Namespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both the list and the attempt to set shares name the same remedy."""
+    record = encode(ShareTable(wire=WIRE_VERSION + 2))
+    namespace.records.put(share_key("dynamo"), record)
+    remedy = "if no process of that version runs any more, delete the record in etcd"
+    assert await namespace.run() == 0
+    assert remedy in capsys.readouterr().err
+    with pytest.raises(VersionMismatch, match=remedy):
+        await namespace.run("--set", "a1=0/1")
 
 
 async def test_shares_of_no_elastic_worker_is_an_error(
