@@ -36,7 +36,7 @@ NEAR: Final = 0.1
 _NEGLIGIBLE: Final = 0.01
 # A first token that is predicted later than this part of its limit counts as missed, because times
 # of first tokens are predicted with errors of about a tenth.
-_TTFT_PART: Final = 0.9
+TTFT_PART: Final = 0.9
 # Up to this pressure, an elastic worker that has streams gets further streams before a worker
 # without streams.
 _PACKED: Final = 0.8
@@ -127,7 +127,7 @@ def select_path(
 ) -> ChosenPath | None:
     """Choose the path and the workers of a request.
 
-    A path meets the SLO if the first token is predicted within _TTFT_PART of the limit, and no gap
+    A path meets the SLO if the first token is predicted within TTFT_PART of the limit, and no gap
     between two tokens exceeds its limit: neither a gap of this request nor a gap of the requests
     that run on its workers. Of these paths, the one with the least pressure is chosen (see
     `ChosenPath`). A path whose stream would slow the prompts of its worker (`is_last_resort`) is
@@ -234,7 +234,7 @@ def _prompt_part(
     gap_part = gap_s / limits.others_itl_s
     num_delayed = worker.num_delayed(gap_s, limits.others_itl_s)
     pressure = ttft_part if ttft_part > gap_part else gap_part
-    misses = ttft_part > _TTFT_PART
+    misses = ttft_part > TTFT_PART
     return _PathPart(
         worker,
         num_missed=num_delayed + misses,
@@ -280,7 +280,7 @@ def _fetching_parts(
     parts = []
     for part in decodes:
         transfer_s = part.worker.transfer_s(first_token_s)
-        is_late = waited_s + first_token_s + transfer_s > _TTFT_PART * limits.ttft_s
+        is_late = waited_s + first_token_s + transfer_s > TTFT_PART * limits.ttft_s
         # The prefill takes equally long with every decode worker, so only the transfer counts.
         transfer_pressure = transfer_s / limits.ttft_s / part.worker.share
         parts.append(
@@ -313,7 +313,7 @@ def _pair_path(
 ) -> ChosenPath:
     transfer_s = decode.worker.transfer_s(prefill.first_token_s)
     ttft_s = waited_s + prefill.first_token_s + transfer_s
-    misses = decode.misses or ttft_s > _TTFT_PART * limits.ttft_s
+    misses = decode.misses or ttft_s > TTFT_PART * limits.ttft_s
     return ChosenPath(
         path=Path.PREFILL_DECODE,
         prefill=prefill.worker.instance,
@@ -390,7 +390,7 @@ def _aggregated_paths(
         # Running streams of the worker wait for the step with the prompt, and then for steps with
         # one more request.
         gap_s = max(prompt_gap_s, decode_gap_s)
-        is_late = ttft_s > _TTFT_PART * limits.ttft_s
+        is_late = ttft_s > TTFT_PART * limits.ttft_s
         misses = is_late or decode_gap_s > limits.itl_s or not worker.has_space()
         num_delayed = worker.num_delayed(gap_s, limits.others_itl_s)
         yield ChosenPath(

@@ -17,6 +17,7 @@ from dynamo_trtllm.frontend.routing.cluster_view import ModelView, PairGroup, ex
 from dynamo_trtllm.frontend.routing.cost_placement import PlacedSelection, Placement
 from dynamo_trtllm.frontend.routing.pair_breakers import PairBreakers
 from dynamo_trtllm.frontend.routing.path_selection import (
+    TTFT_PART,
     ChosenPath,
     Path,
     SloLimits,
@@ -271,10 +272,19 @@ def _order(path: ChosenPath) -> tuple[int, bool, float]:
 def _unreachable(path: ChosenPath, limits: SloLimits) -> SloUnreachable:
     """Return the error of a request that no path can serve within its limits."""
     late_s = math.ceil(path.ttft_s - limits.ttft_s)
+    itl_s = min(limits.itl_s, limits.others_itl_s)
+    misses = []
+    if path.ttft_s > TTFT_PART * limits.ttft_s:
+        limit = f"limit {1000 * limits.ttft_s:g}"
+        if path.ttft_s <= limits.ttft_s:
+            limit += ", and the prediction may be wrong by a tenth"
+        misses.append(f"its first token after {1000 * path.ttft_s:.0f} ms ({limit})")
+    if path.gap_s > itl_s:
+        misses.append(f"gaps of {1000 * path.gap_s:.0f} ms (limit {1000 * itl_s:g})")
+    if not misses:
+        misses.append("no space in the batch or the KV cache of its worker")
     return SloUnreachable(
-        f"no worker can keep the limits of this request now: the best path has its first token"
-        f" after {1000 * path.ttft_s:.0f} ms (limit {1000 * limits.ttft_s:g}) and gaps of"
-        f" {1000 * path.gap_s:.0f} ms (limit {1000 * min(limits.itl_s, limits.others_itl_s):g});"
-        " retry later, or raise the limits",
+        "no worker can keep the limits of this request now: the best path has"
+        f" {' and '.join(misses)}; retry later, or raise the limits",
         retry_after_s=max(_MIN_RETRY_S, min(_MAX_RETRY_S, late_s)),
     )

@@ -297,6 +297,19 @@ def test_unreachable_limits_reject_the_first_attempt_only() -> None:
     assert select(placement, asked=request(), may_reject=True) is not None
 
 
+def test_a_rejection_names_only_what_is_missed() -> None:
+    def why(loads: dict[int, dict[str, Any]], view: ModelView, waited_s: float = 0.0) -> str:
+        with pytest.raises(SloUnreachable) as caught:
+            select(placement_of(loads, rejects=True), view, may_reject=True, waited_s=waited_s)
+        return caught.value.message
+
+    almost_late = why({}, PAIRS_ONLY, 0.88)
+    assert "(limit 1000, and the prediction may be wrong by a tenth)" in almost_late
+    assert "gaps" not in almost_late
+    full = why(FULL_DECODES, PAIRS_ONLY)
+    assert "has no space in the batch or the KV cache of its worker; retry later" in full
+
+
 def test_own_requests_count_before_they_are_reported() -> None:
     placement = placement_of()
     counts = Counter[int]()
