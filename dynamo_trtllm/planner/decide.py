@@ -59,6 +59,9 @@ class WorkerState(NamedTuple):
     mean_streams: float = 0.0
     mean_context_tokens: float = 0.0
     more_streams_per_s: float = 0.0  # growth in the last seconds; negative: streams become fewer
+    # The worker is not fresh, because its first report may still come, or its next one after a time
+    # without reports of any worker.
+    is_awaited: bool = False
 
     @property
     def lasting_streams(self) -> float:
@@ -155,6 +158,8 @@ def decide(
       workers compute prompts, a worker that turns to prefill gets fewer prompts until its streams
       have ended.
     * Workers that have not reported lately keep their shares, and do not count. Fixed roles count.
+    * If only awaited workers have a share of a kind of call, the shares stay: a planner that starts
+      gets the reports of idle workers one after the other.
 
     Args:
         observation: what is known of the workers.
@@ -218,6 +223,8 @@ def _undecided(observation: Observation) -> Decision | None:
         )
     elif not any(worker.is_elastic for worker in fresh):
         no_loads = "no elastic worker has reported its load lately"
+    else:
+        no_loads = _awaited_kind(observation.workers)
     if no_loads:
         return Decision(outcome=DecisionOutcome.NO_LOADS, present=present, reason=no_loads)
     cost = observation.cost
@@ -228,6 +235,16 @@ def _undecided(observation: Observation) -> Decision | None:
             reason="the workers have not measured the times of their steps yet",
         )
     return None
+
+
+def _awaited_kind(workers: Sequence[WorkerState]) -> str:
+    """Return a sentence if a kind of call has only workers that are awaited, and otherwise ""."""
+    for kind in ("prefill", "decode"):
+        with_share = [worker for worker in workers if getattr(worker.shares, kind)]
+        is_awaited = any(worker.is_awaited for worker in with_share)
+        if is_awaited and not any(worker.is_fresh for worker in with_share):
+            return f"no worker with a share of {kind} calls has reported its load yet"
+    return ""
 
 
 def _role_counts(workers: Sequence[WorkerState]) -> RoleCounts:

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.frontend.routing.pairs import pairing_key
 from dynamo_trtllm.frontend.routing.worker_forecast import is_fresh, known_cost
-from dynamo_trtllm.frontend.routing.worker_load import ClusterLoad
+from dynamo_trtllm.frontend.routing.worker_load import STALE_S, ClusterLoad
 from dynamo_trtllm.planner.decide import DECODE_ONLY, PREFILL_ONLY, Observation, WorkerState
 from dynamo_trtllm.planner.frontend_queues import FrontendQueue, FrontendQueues
 from dynamo_trtllm.protocol.frontend_usage import FrontendUsage
@@ -26,6 +26,12 @@ WINDOW_S: Final = 10.0  # rates are means over this time
 MIN_WINDOW_S: Final = 2.0
 _MAX_PAUSE_S: Final = 2.0  # longest time between two samples of the queues at frontends
 GROWTH_S: Final = 5.0  # the growth of streams is a mean over this time
+# Idle workers report every 10 s. If no worker of a pool has reported for this time, no report
+# arrives, as when NATS is away. It ends before the first of these workers alone seems silent.
+_SILENT_S: Final = STALE_S / 2
+# How long the first report of a worker, or the first one after a silence of all, may take: longer
+# than those 10 s.
+_FIRST_REPORT_S: Final = STALE_S / 2
 
 
 class PoolKey(NamedTuple):
@@ -178,6 +184,9 @@ class Observer:
         self._windows: dict[int, ReportWindow] = {}
         self._queues = FrontendQueues()
         self._queue_windows: dict[PoolKey, QueueWindow] = {}
+        # Since when the report of a worker is awaited: when it was observed first, or when all of
+        # its pool were silent last.
+        self._awaited_since: dict[int, float] = {}
         self._started_at = started_at
 
     def on_report(self, report: LoadReport, now: float) -> None:
@@ -203,6 +212,7 @@ class Observer:
         """Drop a worker that has left. Unknown ids are ignored."""
         self._loads.remove(instance_id)
         self._windows.pop(instance_id, None)
+        self._awaited_since.pop(instance_id, None)
 
     def observations(self, now: float) -> dict[PoolKey, Observation]:
         """Return what is known of each pool that has an elastic worker."""
@@ -233,7 +243,10 @@ class Observer:
         self, key: PoolKey, instances: Sequence[Instance], queue: FrontendQueue, now: float
     ) -> Observation:
         shares = self._view.model(key.model).shares
-        workers = [self._state(instance, shares, now) for instance in instances]
+        is_silent = self._is_silent(instances, now)
+        workers = [
+            self._state(instance, shares, now, is_silent=is_silent) for instance in instances
+        ]
         fresh = [worker.id for worker in workers if worker.is_fresh]
         windows = [self._windows[id_] for id_ in fresh if id_ in self._windows]
         increases = [window.increase(now) for window in windows]
@@ -262,7 +275,18 @@ class Observer:
             kv_tokens=block_tokens * _least(report.kv_blocks_total for report in reports if report),
         )
 
-    def _state(self, instance: Instance, shares: Mapping[int, Shares], now: float) -> WorkerState:
+    def _is_silent(self, instances: Sequence[Instance], now: float) -> bool:
+        """Return whether all workers of a pool have stopped reporting."""
+        loads = [self._loads.get(instance.id) for instance in instances]
+        newest = max((load.reported_at for load in loads if load.report), default=now)
+        return now - newest > _SILENT_S
+
+    def _state(
+        self, instance: Instance, shares: Mapping[int, Shares], now: float, *, is_silent: bool
+    ) -> WorkerState:
+        if is_silent:
+            self._awaited_since[instance.id] = now
+        awaited_since = self._awaited_since.setdefault(instance.id, now)
         load = self._loads.get(instance.id)
         report = load.report
         own_shares = shares.get(instance.id)
@@ -282,6 +306,7 @@ class Observer:
                 streams += work.queued_requests
             context = work.context_tokens
             queued = report.queued_prefill_tokens
+        has_fresh_report = is_fresh(load, now) and not is_silent
         window = self._windows.get(instance.id)
         means = _Means() if window is None else window.means(now)
         return WorkerState(
@@ -291,7 +316,8 @@ class Observer:
             streams=streams,
             context_tokens=context,
             queued_tokens=queued,
-            is_fresh=is_fresh(load, now),
+            is_fresh=has_fresh_report,
+            is_awaited=not has_fresh_report and now - awaited_since <= _FIRST_REPORT_S,
             mean_streams=means.streams,
             mean_context_tokens=means.context_tokens,
             more_streams_per_s=means.more_streams_per_s,

@@ -9,7 +9,7 @@ import pytest
 
 from dynamo_trtllm.engines.mock.args import MockArgs
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
-from dynamo_trtllm.planner.decide import DecisionOutcome, Observation
+from dynamo_trtllm.planner.decide import DECODE_ONLY, PREFILL_ONLY, DecisionOutcome, Observation
 from dynamo_trtllm.planner.frontend_queues import FrontendQueue
 from dynamo_trtllm.planner.observe import WINDOW_S, Observer
 from dynamo_trtllm.planner.planner import Planner, changes_of, reason_of
@@ -163,6 +163,48 @@ def test_a_worker_is_fresh_only_after_a_report() -> None:
     watched.view.remove(1)
     watched.observer.remove(1)
     assert [worker.id for worker in watched.at(60.0).workers] == [2]
+
+
+def roles_of_three(observer: Observer, view: ClusterView) -> Planner:
+    """Return a planner of two workers for prefill, and one for decode."""
+    view.add(elastic_instance(3))
+    view.set_shares({1: PREFILL_ONLY, 2: PREFILL_ONLY, 3: DECODE_ONLY})
+    return Planner(observer, TimeLimits(2.0, 0.05))
+
+
+def test_first_reports_come_one_after_the_other() -> None:
+    """A planner that starts does not take the only decode worker for lost."""
+    watched = Watched()
+    planner = roles_of_three(watched.observer, watched.view)
+    for now, reporting in ((0.0, 1), (3.0, 2), (9.0, 3)):
+        watched.observer.on_report(report(reporting, 1), now)
+        (decision,) = planner.decisions(now).values()
+        assert not decision.changes
+    assert decision.outcome is DecisionOutcome.FITS
+
+
+def test_a_worker_that_never_reports_is_replaced() -> None:
+    watched = Watched()
+    planner = roles_of_three(watched.observer, watched.view)
+    for second in range(13):
+        for reporting in (1, 2):
+            watched.observer.on_report(report(reporting, second + 1), float(second))
+        assert not changes_of(planner.decisions(float(second)))
+    assert changes_of(planner.decisions(13.0))
+
+
+def test_without_any_reports_the_shares_stay() -> None:
+    """NATS is away for 40 s. The report of the decode worker was the oldest one."""
+    watched = Watched()
+    planner = roles_of_three(watched.observer, watched.view)
+    for now, reporting in ((0.0, 3), (5.0, 1), (9.0, 2)):
+        watched.observer.on_report(report(reporting, 1), now)
+    for second in range(9, 50):
+        assert not changes_of(planner.decisions(float(second)))
+    # Reports arrive again, that of the decode worker last.
+    for now, reporting in ((50.0, 1), (52.0, 2), (58.0, 3)):
+        watched.observer.on_report(report(reporting, 2), now)
+        assert not changes_of(planner.decisions(now))
 
 
 def test_an_older_report_changes_nothing() -> None:
