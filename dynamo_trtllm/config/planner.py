@@ -34,7 +34,8 @@ class PlannerConfig(HttpAccessConfig):
     advise: bool = option(
         "this command",
         False,
-        help="Log what would be changed, and change nothing. It may run beside another planner.",
+        help="Log what would be changed, as `shares --set` takes it, and change nothing. It may run"
+        " beside another planner.",
     )
     system_host: NonEmpty = option(
         "process",

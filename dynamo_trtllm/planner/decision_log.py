@@ -23,6 +23,8 @@ _PREDICTED: Final = frozenset(
     }
 )
 
+_MAX_SETTINGS: Final = 32  # most workers that a line names
+
 
 class DecisionLog:
     """The decisions for one pool of workers, of which there is one a second.
@@ -61,8 +63,19 @@ class DecisionLog:
             log.warning("%s: %s", pool, "; ".join(decision.unreachable))
 
     def _write(self, level: int, decision: Decision, pool: str) -> None:
-        verb = "would change" if self._is_advice and decision.changes else "decided"
-        log.log(level, "%s: %s %s: %s", pool, verb, decision.outcome, decision.reason)
+        if self._is_advice and decision.changes:
+            what = f"would change {_settings(decision.changes)}"
+        else:
+            what = f"decided {decision.outcome}"
+        log.log(level, "%s: %s: %s", pool, what, decision.reason)
+
+
+def _settings(changes: Mapping[int, Shares]) -> str:
+    """Return changes in the form that `shares --set` takes, one after the other."""
+    settings = [f"{id_:x}={shares.prefill:g}/{shares.decode:g}" for id_, shares in changes.items()]
+    text = " ".join(settings[:_MAX_SETTINGS])
+    num_more = len(settings) - _MAX_SETTINGS
+    return f"{text} and {num_more} more" if num_more > 0 else text
 
 
 def _kind(decision: Decision) -> str:

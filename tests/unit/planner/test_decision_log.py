@@ -5,9 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
-from dynamo_trtllm.planner.decide import DECODE_ONLY, PREFILL_ONLY, Decision, DecisionOutcome
+from dynamo_trtllm.planner.decide import (
+    DECODE_ONLY,
+    DRAINING,
+    PREFILL_ONLY,
+    Decision,
+    DecisionOutcome,
+)
 from dynamo_trtllm.planner.decision_log import DecisionLog
 
 CHANGE = Decision(outcome=DecisionOutcome.CHANGE, reason="more prompts", changes={1: PREFILL_ONLY})
@@ -53,10 +60,17 @@ def test_reasons_without_a_prediction_are_logged(caplog: pytest.LogCaptureFixtur
 def test_same_advice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     lines = logged(caplog, [CHANGE, FITS, CHANGE, OTHER_CHANGE, CHANGE], is_advice=True)
     assert lines == [
-        "m: would change change: more prompts",
-        "m: would change change: more streams",
-        "m: would change change: more prompts",
+        "m: would change 1=1/0: more prompts",
+        "m: would change 1=0/1: more streams",
+        "m: would change 1=1/0: more prompts",
     ]
+
+
+def test_advice_names_a_limited_number_of_workers(caplog: pytest.LogCaptureFixture) -> None:
+    many = msgspec.structs.replace(CHANGE, changes=dict.fromkeys(range(10, 60), DRAINING))
+    (line,) = logged(caplog, [many], is_advice=True)
+    assert line.startswith("m: would change a=0.25/0 b=0.25/0 ")
+    assert line.endswith("29=0.25/0 and 18 more: more prompts")
 
 
 def test_unreachable_limit_is_a_warning_until_shares_change(
