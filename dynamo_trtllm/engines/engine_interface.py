@@ -61,6 +61,7 @@ class EngineInfo:
     # workers that list it.
     supported_features: tuple[str, ...] = ()
     can_aggregate: bool = False  # the engine accepts Phase.AGGREGATED in every role
+    reuses_prefixes: bool = True  # False: the engine computes each prompt in full
     # True if only a fetch, or a timeout of the library, frees KV that a prefill call has exported.
     # Then frontends let a decode worker fetch even KV that no request needs any more.
     keeps_unfetched_kv: bool = False

@@ -421,8 +421,8 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     publishes_kv_events: bool = False  # see `kv_events`
     # The worker has keys of KV transfers. Only workers that have such keys can be its partners.
     signs_kv_transfers: bool = False
-    # "host:port" of each listener to which readers of its KV connect. Empty: the engine's library
-    # chooses them, or the worker is older.
+    reuses_prefixes: bool = True  # see EngineInfo; older workers do not say that they do not
+    # "host:port" of each listener for readers of its KV. Empty: unknown, or the worker is older.
     kv_addresses: tuple[str, ...] = ()
     # The role is ELASTIC. In records, the role of such a worker is AGGREGATED, as which frontends
     # of earlier versions use it.

@@ -77,6 +77,7 @@ def describe(
         version=__version__,
         wire=WIRE_VERSION,
         publishes_kv_events=config.publish_kv_events,
+        reuses_prefixes=info.reuses_prefixes,
         signs_kv_transfers=config.kv_transfer_key_file is not None,
         kv_addresses=info.kv_addresses,
         shares=Shares(config.prefill_share, config.decode_share),

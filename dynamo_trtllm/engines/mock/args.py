@@ -203,5 +203,6 @@ def mock_info(args: MockArgs, layout: KvLayout) -> EngineInfo:
         unsupported_features=_UNSUPPORTED_FEATURES,
         supported_features=("priority",),
         can_aggregate=True,
+        reuses_prefixes=args.enable_prefix_caching,
         cost_prior=args.cost_prior,
     )

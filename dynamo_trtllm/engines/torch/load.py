@@ -159,6 +159,7 @@ def _engine_info(
         supported_features=("priority",),
         files=served_files(folder, config.model_type),
         can_aggregate=True,
+        reuses_prefixes=args.enable_prefix_caching,
     )
 
 

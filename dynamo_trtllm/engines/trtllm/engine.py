@@ -354,6 +354,7 @@ class TrtllmEngine(ExternalEngine, RunsPreflight, MeasuresSteps, PublishesKvEven
             unsupported_features=(*unsupported_features(facts, bindings), "resumed_tokens"),
             supported_features=supported_features(facts, bindings),
             can_aggregate=True,
+            reuses_prefixes=facts.args.get(_BLOCK_REUSE) is not False,
             keeps_unfetched_kv=facts.role is Role.PREFILL,
             files=checkpoint.files,
         )

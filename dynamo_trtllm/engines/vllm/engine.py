@@ -229,6 +229,7 @@ class VllmEngine(ExternalEngine, RunsPreflight, MeasuresSteps, PublishesKvEvents
             unsupported_features=tuple(unsupported),
             supported_features=("priority",) if has_priority else (),
             can_aggregate=True,
+            reuses_prefixes=self._args.values.get("enable_prefix_caching") is not False,
             kv_addresses=self._kv_addresses,
             files=checkpoint.files,
         )

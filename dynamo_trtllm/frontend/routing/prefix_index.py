@@ -442,10 +442,11 @@ class ClusterPrefixes:
     def record_sent(self, prompt: PromptHashes, instance_id: int, now: float) -> SentPrompt:
         """Count a prompt as cached by the instance that it is sent to.
 
-        It does not count at a decode instance that publishes KV events.
+        It does not count at a decode instance that publishes KV events, nor at an instance that
+        reuses no prefixes.
         """
         cache = self._caches.get(instance_id)
-        if cache is None:
+        if cache is None or not cache.instance.reuses_prefixes:
             return SentPrompt(None, ())
         if cache.has_events and cache.instance.role is Role.DECODE:
             return SentPrompt(cache, ())

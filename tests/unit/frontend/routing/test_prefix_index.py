@@ -303,6 +303,16 @@ def test_deepest_of_equal_instances_take_turns() -> None:
     assert len(overlaps(known, [1])) == 8
 
 
+def test_prompts_sent_to_an_instance_without_a_prefix_cache_do_not_count() -> None:
+    known = ClusterPrefixes()
+    made = instance(1, has_events=False)
+    known.add_instance(msgspec.structs.replace(made, reuses_prefixes=False))
+    sent = known.record_sent(prompt([1, 2, 3]), 1, now=0)
+    sent.is_computed = True
+    sent.end()
+    assert overlaps(known, [1, 2, 3]) == {}
+
+
 @pytest.mark.parametrize("has_events", [False, True])
 def test_overlaps_of_many_depths_are_exact_and_sorted(has_events: bool) -> None:
     rnd = random.Random(1)
