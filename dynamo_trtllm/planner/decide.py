@@ -158,8 +158,7 @@ def decide(
       workers compute prompts, a worker that turns to prefill gets fewer prompts until its streams
       have ended.
     * Workers that have not reported lately keep their shares, and do not count. Fixed roles count.
-    * If only awaited workers have a share of a kind of call, the shares stay: a planner that starts
-      gets the reports of idle workers one after the other.
+      If only awaited workers have a share of a kind of call, the shares stay.
 
     Args:
         observation: what is known of the workers.
@@ -238,7 +237,10 @@ def _undecided(observation: Observation) -> Decision | None:
 
 
 def _awaited_kind(workers: Sequence[WorkerState]) -> str:
-    """Return a sentence if a kind of call has only workers that are awaited, and otherwise ""."""
+    """Return a sentence if a kind of call has only workers that are awaited, and otherwise "".
+
+    A planner that starts gets the reports of idle workers one after the other.
+    """
     for kind in ("prefill", "decode"):
         with_share = [worker for worker in workers if getattr(worker.shares, kind)]
         is_awaited = any(worker.is_awaited for worker in with_share)

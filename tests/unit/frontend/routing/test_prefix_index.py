@@ -303,7 +303,7 @@ def test_deepest_of_equal_instances_take_turns() -> None:
     assert len(overlaps(known, [1])) == 8
 
 
-def test_prompts_sent_to_an_instance_without_a_prefix_cache_do_not_count() -> None:
+def test_prompts_do_not_count_where_nothing_is_cached() -> None:
     known = ClusterPrefixes()
     made = instance(1, has_events=False)
     known.add_instance(msgspec.structs.replace(made, reuses_prefixes=False))
