@@ -149,16 +149,15 @@ def decide(
       elastic workers are not split: all get both kinds of calls. This is the last resort, because
       once all workers have streams, a split becomes effective only as these streams end.
     * If frontends have quarantined all pairs, no KV can be transferred, and nothing is split.
-    * Each kind of call has at least one worker.
     * A change has to lower `largest_part` by the fraction MIN_GAIN. It is made when it was better
-      for HOLD_S, and MIN_INTERVAL_S have passed since the last change. It is made at once if one
-      kind of call has no worker.
+      for HOLD_S, and MIN_INTERVAL_S have passed since the last change. Each kind of call has at
+      least one worker: if one has none, a change is made at once.
     * The workers with the fewest streams turn to prefill, and those with the fewest prompt tokens
       turn to decode. Shares steer only new calls: running streams stay where they are. If other
       workers compute prompts, a worker that turns to prefill gets fewer prompts until its streams
       have ended.
-    * Workers that have not reported lately keep their shares, and do not count. Fixed roles count.
-      If only awaited workers have a share of a kind of call, the shares stay.
+    * Workers that have not reported lately keep their shares, and do not count. If a kind of call
+      has only awaited workers, all shares stay. Fixed roles count.
 
     Args:
         observation: what is known of the workers.
