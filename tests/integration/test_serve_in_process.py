@@ -212,9 +212,7 @@ sys.exit(7)
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 @pytest.mark.parametrize("program", [OF_SERVE, OF_RUN])
-def test_program_when_standard_streams_are_closed_then_it_ends_normally(
-    program: str, closed: str
-) -> None:
+def test_program_with_closed_standard_streams_ends_normally(program: str, closed: str) -> None:
     # A socket with the number of a standard stream makes uvloop abort when it is closed.
     command = ["bash", "-c", f'exec "$@" {closed}', "-", sys.executable, "-c", program]
     assert subprocess.run(command, timeout=60, check=False).returncode == 7

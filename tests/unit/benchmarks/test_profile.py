@@ -460,7 +460,7 @@ class FakeLoad:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_folder_that_can_not_be_written_is_an_error_before_the_load(
+def test_unwritable_folder_is_an_error_before_the_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     load = FakeLoad(monkeypatch)
@@ -471,7 +471,7 @@ def test_folder_that_can_not_be_written_is_an_error_before_the_load(
     assert not load.was_sent
 
 
-def test_disk_that_is_full_after_the_load_is_an_error_without_traceback(
+def test_full_disk_after_the_load_gives_no_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     load = FakeLoad(monkeypatch)

@@ -73,7 +73,7 @@ def test_decode_worker_with_a_free_network_is_chosen() -> None:
     assert found.meets_slo
 
 
-def test_full_network_is_no_reason_to_begin_streams_elsewhere() -> None:
+def test_full_network_is_no_reason_for_first_streams_of_others() -> None:
     """The elastic worker that has streams runs the whole request, which needs no KV transfer."""
     elastic = model_view(
         prefill=[instance(PREFILL, Role.PREFILL)],
