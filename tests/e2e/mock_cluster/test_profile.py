@@ -93,7 +93,7 @@ def test_profile_with_bad_arguments_exits_with_2(subtests: pytest.Subtests) -> N
         ("--request-rate", "0"): "every request_rate must be above 0",
         ("--request-rate", "1", "--concurrency", "1"): "not allowed with argument",
         ("--shape", "prompts-32k", "--fail-under", "speed=1"): "no metric 'speed'",
-        ("--shape", "prompts-32k", "--concurrency", "none"): "invalid literal",
+        ("--shape", "prompts-32k", "--concurrency", "none"): "expected numbers",
         ("--shape", "prompts-32k", "--compare", "/nowhere"): "/nowhere has no run",
     }
     lines = [["benchmarks.profile", *words] for words in wrong]
