@@ -209,7 +209,7 @@ class _Switch(argparse.BooleanOptionalAction):
 
 
 class _Append(argparse.Action):
-    """Stores all values of a flag that may be repeated."""
+    """Stores all values of a flag that may be repeated, each with the name that was typed."""
 
     def __call__(
         self,
@@ -218,7 +218,7 @@ class _Append(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        vars(namespace).setdefault(self.dest, []).append(values)
+        vars(namespace).setdefault(self.dest, []).append((option_string, values))
 
 
 def build_parser(model: type[Config], prog: str, description: str = "") -> CommandParser:
@@ -332,11 +332,12 @@ def read_flags(model: type[Config], given: argparse.Namespace) -> dict[str, tupl
         match getattr(given, flag.field, None):
             case bool(value):  # from `_Switch`
                 read[flag.field] = (value, f"flag {flag.names[0]}")
-            case list(texts):  # from `_Append`
-                source = f"flag {flag.names[0]}"
+            case list(all_typed):  # from `_Append`
                 values: list[str] = []
-                for text in texts:
+                for name, text in all_typed:
+                    source = f"flag {name}"
                     values.extend(flag.convert(text, source))
+                # The values are checked together, so the last name stands for all.
                 read[flag.field] = (tuple(values), source)
             case dict(typed):  # from `_Store`, by name of the flag
                 # All names have the same value, so the last one stands for all.

@@ -192,3 +192,10 @@ def test_negative_zero_is_zero() -> None:
 def test_reason_without_a_change_is_rejected() -> None:
     with pytest.raises(ConfigError, match="--reason needs --set"):
         load(SharesConfig, prog="shares", argv=["--reason", "x"], environ={})
+
+
+@pytest.mark.parametrize("name", ["--set", "--set-shares"])
+def test_error_of_a_repeated_flag_has_the_name_that_was_typed(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(SharesConfig, prog="shares", argv=["--set", "a=1/1", name, "b=2/0"], environ={})
+    assert caught.value.message.startswith(f"flag {name} is 'b=2/0'")
