@@ -68,9 +68,10 @@ def locate(model: str) -> Path | None:
                 " pass a folder"
             )
         state = "is no folder" if os.path.exists(folder) else "does not exist"
-        raise ConfigError(
-            f"model folder {model} {state}; {fix} or a bundled model name: {', '.join(BUNDLED)}"
-        )
+        error = f"model folder {model} {state}; {fix} or a bundled model name: {', '.join(BUNDLED)}"
+        if "/" not in model:
+            error += "; for a model on the Hugging Face Hub, give ORG/NAME"
+        raise ConfigError(error)
     return folder
 
 

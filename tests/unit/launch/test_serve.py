@@ -112,6 +112,7 @@ def test_dry_run_prints_a_file_for_the_launcher(
         (("none",), "model folder none does not exist"),
         (("~no-such-user/m",), "model folder ~no-such-user/m does not exist"),
         ((300 * "a",), "does not exist; pass a folder or a bundled model name"),
+        (("gpt-oss-120b",), "for a model on the Hugging Face Hub, give ORG/NAME"),
         (
             ("tiny-gpt-oss", "--revision", "x"),
             "--revision needs a model on the Hub, not tiny-gpt-oss",
