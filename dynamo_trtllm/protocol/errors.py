@@ -227,6 +227,14 @@ class WorkerDied(Disconnected):
 class DeadlineExceeded(PlaneError, code="deadline"):
     """The request's deadline passed."""
 
+    @classmethod
+    def while_generating(cls) -> DeadlineExceeded:
+        """Return the error of a request that a worker had begun. It says what a client can do."""
+        return cls(
+            "the request's deadline passed before its answer was complete; lower max_tokens, or"
+            " allow more time with the field timeout or with --request-timeout-s of the frontend"
+        )
+
 
 class StreamIncomplete(PlaneError, code="incomplete", retryable=True):
     """Frames are missing, or a stream ended without a terminal chunk."""

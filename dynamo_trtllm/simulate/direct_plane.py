@@ -119,7 +119,7 @@ class DirectPlane(RequestPlane):
 
 
 def _deadline_passed(receiver: StreamReceiver) -> None:
-    receiver.emit(errors.DeadlineExceeded("the request's deadline passed"))
+    receiver.emit(errors.DeadlineExceeded.while_generating())
 
 
 def _ignore(_error: errors.BadFrame) -> None: ...

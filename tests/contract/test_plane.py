@@ -219,7 +219,10 @@ async def test_deadline_when_it_passes_then_both_sides_end(bench: PlanePair) -> 
     async with asyncio.timeout(SOON_S):
         # one whose deadline passed before the worker took it says nothing
         while not service.started.is_set():
-            await check_fails(collect(bench.caller, make_request(seconds=0.3)), DeadlineExceeded)
+            error = await check_fails(
+                collect(bench.caller, make_request(seconds=0.3)), DeadlineExceeded
+            )
+    assert "timeout" in error.message  # it says what a client can change
     await asyncio.wait_for(service.closed.wait(), SOON_S)
 
 

@@ -395,7 +395,7 @@ def _record_disconnect(_error: DynamoError) -> None:
 
 
 def _deadline_passed(receiver: StreamReceiver) -> None:
-    receiver.fail(errors.DeadlineExceeded("the request's deadline passed"))
+    receiver.fail(errors.DeadlineExceeded.while_generating())
 
 
 def _died(subject: str, error: DynamoError) -> errors.WorkerDied:

@@ -367,8 +367,7 @@ class PlaneServer:
             self._remove(stream)
 
     def _on_deadline(self, stream: ServerStream) -> None:
-        error = errors.DeadlineExceeded("the request's deadline passed in the worker")
-        self._end_with_error(stream, error)
+        self._end_with_error(stream, errors.DeadlineExceeded.while_generating())
 
     def _streams(self) -> list[ServerStream]:
         return [stream for caller in self._callers.values() for stream in caller.streams.values()]
