@@ -34,13 +34,14 @@ DECODE_ONLY: Final = Shares(0.0, 1.0)
 DRAINING: Final = Shares(0.25, 0.0)
 # A change is made only if it lowers `PredictedTimes.largest_part` by this fraction.
 MIN_GAIN: Final = 0.2
+# The reason of a decision if frontends can use no pair.
 _LACKS_PAIRS: Final = (
     "frontends have quarantined all pairs of workers, so each request runs on one worker"
 )
 HOLD_S: Final = 2.0  # a change is made only if it was better for this time
 MIN_INTERVAL_S: Final = 10.0  # shortest time between two changes
-# If the number of streams grows, the number that is expected after this time counts. The next
-# change is possible then.
+# If the number of streams grows, the number that is expected after this time counts, because the
+# next change is possible only then.
 AHEAD_S: Final = MIN_INTERVAL_S
 
 
@@ -59,8 +60,8 @@ class WorkerState(NamedTuple):
     mean_streams: float = 0.0
     mean_context_tokens: float = 0.0
     more_streams_per_s: float = 0.0  # growth in the last seconds; negative: streams become fewer
-    # The worker is not fresh, because its first report may still come, or its next one after a time
-    # without reports of any worker.
+    # The worker is not fresh, but a report is expected: its first one, or its next one after a time
+    # in which no worker reported.
     is_awaited: bool = False
 
     @property
@@ -162,7 +163,8 @@ def decide(
     Args:
         observation: what is known of the workers.
         limits: the limits. If an idle worker needs more than MAX_PART of a limit for one request,
-            twice this time replaces the limit. `unreachable` names limits that it can't keep.
+            twice the time that it needs replaces the limit. `Decision.unreachable` names the limits
+            that it can't keep.
         history: the history of the last decision, or `History()` at the start.
 
     Returns:
@@ -249,7 +251,7 @@ def _awaited_kind(workers: Sequence[WorkerState]) -> str:
 
 
 def _role_counts(workers: Sequence[WorkerState]) -> RoleCounts:
-    """Return the numbers of these workers by the calls that they get now."""
+    """Return how many of these workers get prefill calls, decode calls, or both now."""
     both = sum(bool(worker.shares.prefill and worker.shares.decode) for worker in workers)
     prefill = sum(not worker.shares.decode for worker in workers)
     return RoleCounts(prefill=prefill, decode=len(workers) - prefill - both, both=both)
@@ -349,8 +351,8 @@ def _compare(
 def _candidates(workers: Sequence[WorkerState]) -> Iterator[RoleCounts]:
     """Yield the possible counts of workers, which include the workers of fixed roles.
 
-    Splits of the elastic workers come first, beginning with few workers for decode. With the last
-    item, all elastic workers get both kinds of calls.
+    Splits of the elastic workers come first, beginning with few workers for decode. The last item
+    is no split: with it, all elastic workers get both kinds of calls.
     """
     fixed = _role_counts([worker for worker in workers if not worker.is_elastic])
     num_elastic = sum(worker.is_elastic for worker in workers)
@@ -438,8 +440,8 @@ def _drained_reason(workers: Sequence[WorkerState], drained: Mapping[int, Shares
 def _decode_order(worker: WorkerState) -> tuple[bool, bool, int, int, int]:
     """Return a sort key: the workers that suit decode calls best come first.
 
-    They are compared in this order: no share of prefill, a share of decode, more streams, fewer
-    queued tokens.
+    First come workers without a share of prefill, then those with a share of decode, with more
+    streams, and with fewer queued tokens.
     """
     shares = worker.shares
     return (

@@ -29,7 +29,7 @@ _P90_OF_MEAN: Final = math.log(10)
 # If prompts need more than this part of a worker's time, or their KV more than this part of its
 # network's time, its queue is taken to grow.
 _MAX_BUSY: Final = 0.95
-# The length of a growing queue is predicted for this time from now.
+# The length that is predicted for a growing queue is the one after this time.
 _GROWS_FOR_S: Final = 10.0
 # Most rounds of an iteration. The number of streams of a worker and the time of its steps depend on
 # each other, so both are found by iteration.
@@ -110,8 +110,9 @@ class PredictedTimes(NamedTuple):
     transfer_s: float  # how much of it is KV transfer
     gap_s: float  # longest time between two tokens
     ttft_part: float  # which part of its limit `ttft_s` takes
-    # The largest of four parts: of the limit that `gap_s` takes, of a batch and of a KV cache that
-    # streams take, and of the time of a decode worker's network that KV transfers take.
+    # The largest of four parts: the part of its limit that `gap_s` takes, the parts of a batch and
+    # of a KV cache that streams take, and the part of the time of a decode worker's network that KV
+    # transfers take.
     decode_part: float
 
     @property
@@ -394,8 +395,8 @@ def _as_text(seconds: float, *, most_s: float) -> str:
 
     Args:
         seconds: the time.
-        most_s: the longest one that is said: the time for which a growing queue is predicted, or a
-            longer limit. Beyond both, how long it is says nothing.
+        most_s: a longer time is given only as "more than" this. It is the time for which a growing
+            queue is predicted, or a limit if that is longer.
     """
     if seconds > most_s:
         return f"more than {most_s:g} s"

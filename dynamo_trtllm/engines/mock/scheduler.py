@@ -36,7 +36,7 @@ from dynamo_trtllm.protocol.streams import TOKEN_CHUNKS
 
 
 class _Post(NamedTuple):
-    """A KV transfer that waits to begin. It begins between two steps, and delays the second one."""
+    """A KV transfer that waits to begin. It begins between two steps, and delays the next one."""
 
     pause_s: float
     posted: asyncio.Future[None]  # done when it begins
@@ -50,10 +50,10 @@ class MockScheduler:
         args: the arguments of the engine.
         on_prefilled: called with a prefill call and its first token, when its KV is to be exported.
         clock: returns seconds of a monotonic clock.
-        seed: of the noise of steps. None: it differs from run to run.
+        seed: the seed of the noise of step times. None: the noise differs from run to run.
         is_elastic: while streams run, steps have fewer prompt tokens.
-        tokens_per_event: most tokens of a stream that are sent together. Simulations need no event
-            for each token.
+        tokens_per_event: the most tokens of a stream that are sent together. It is above 1 in
+            simulations, which need no event for each token.
     """
 
     def __init__(
@@ -77,17 +77,17 @@ class MockScheduler:
         self._queue_waits = QueueWaits(clock)
         self._waiting: deque[MockStream] = deque()
         self._running: dict[MockStream, None] = {}
-        # Those of `_running` whose prompts are not computed yet, in the order of their turns.
+        # The running streams whose prompts are not computed yet. The first one is computed next.
         self._prompts: list[MockStream] = []
         self._blocks = BlockManager(
             args.kv_cache_blocks, args.kv_block_size, has_prefix_cache=args.enable_prefix_caching
         )
         self._posts: list[_Post] = []  # the KV transfers that have not begun
-        # Results of the last step that are sent when the step that runs is launched.
+        # What sends results of the last step, once the step that runs has been launched.
         self._held: list[Callable[[], None]] = []
         self._sent_s = 0.0  # when results were last sent
-        self._step_number = 0  # of the step that runs, or of the last one
-        # Tokens of this step that decode requests take, so prompts can't have them.
+        self._step_number = 0  # the number of the step that runs, or of the last one
+        # How many tokens of this step decode requests take. Prompts can't have these.
         self._num_decoding = 0
         self._next_unplanned = 0  # the number of the first step that is not planned yet
         self._work = asyncio.Event()  # set when the next step has work
@@ -561,7 +561,7 @@ class MockScheduler:
 
         Args:
             stream: the stream.
-            emit: sends it, or keeps it for later.
+            emit: a function that sends the chunk, or holds it for later.
         """
         request = stream.request
         stream.send_held()
@@ -594,6 +594,6 @@ class MockScheduler:
 
 
 def _take(budgets: list[int], stream: MockStream) -> None:
-    """Take the tokens of a prompt from the budgets of its group and of the groups behind it."""
+    """Subtract the tokens of a prompt from the budgets of its group and of all later groups."""
     for group in range(stream.queue_order.group, len(budgets)):
         budgets[group] -= stream.prefill_left

@@ -32,7 +32,7 @@ from dynamo_trtllm.protocol.messages import Instance
 # If the pressures of two workers or paths differ by less than this part, chance may choose either.
 # So frontends with the same reports do not all choose the same worker.
 NEAR: Final = 0.1
-# This is added to each pressure, so that pressures which are much lower count as nearly equal.
+# This is added to each pressure. So pressures far below it count as nearly equal.
 _NEGLIGIBLE: Final = 0.01
 # A first token that is predicted later than this part of its limit counts as missed, because times
 # of first tokens are predicted with errors of about a tenth.
@@ -40,7 +40,7 @@ TTFT_PART: Final = 0.9
 # Up to this pressure, an elastic worker that has streams gets further streams before a worker
 # without streams.
 _PACKED: Final = 0.8
-# How many decode workers are tried for a whole request: those of the best parts.
+# How many decode workers are compared for a whole request: those whose parts come first.
 _MAX_DECODES_ALONE: Final = 2
 _cached_tokens = attrgetter("cached_tokens")
 
@@ -98,9 +98,12 @@ class _PathPart(msgspec.Struct, frozen=True):
     worker: WorkerForecast
     # How many requests miss a limit at this worker: this request, and those that it delays.
     num_missed: int
-    # The pressure, blurred and divided by the worker's share. Parts are compared by this value.
+    # The pressure, with a random addition (`_blurred`), divided by the worker's share. Parts are
+    # compared by this value.
     weighted_pressure: float
-    num_delayed: int  # how many running requests of the worker miss a limit because of this one
+    # How many running requests of the worker miss a limit because of this request. `num_missed`
+    # includes them.
+    num_delayed: int
     gap_s: float
     first_token_s: float = 0.0
     is_last_resort: bool = False  # other workers are chosen before this one
@@ -196,7 +199,10 @@ def _best_pair(
     waited_s: float,
     breakers: PairBreakers,
 ) -> ChosenPath | None:
-    """Return the path over the best pair whose breaker is closed; None: there is none."""
+    """Return the path over the best pair whose breaker is closed.
+
+    None: there is no such pair.
+    """
     if not prefills or not decodes:
         return None
     decodes = _fetching_parts(prefills[0].first_token_s, decodes, limits, waited_s)
@@ -229,7 +235,7 @@ def _prompt_part(
     """Return what a prefill worker adds: the time to first token, and the gaps of its streams."""
     first_token_s = worker.first_token_s()
     gap_s = worker.prompt_gap_s()
-    # How much of their limits these times take.
+    # Which parts of their limits these times take.
     ttft_part = (waited_s + first_token_s) / limits.ttft_s
     gap_part = gap_s / limits.others_itl_s
     num_delayed = worker.num_delayed(gap_s, limits.others_itl_s)
@@ -339,8 +345,8 @@ def _able_alone(
 ) -> tuple[list[WorkerForecast], list[WorkerForecast], list[WorkerForecast]]:
     """Return the workers, by role, whose breakers allow that they run whole requests.
 
-    A prefill or decode worker whose answers were wrong in all its pairs, or that no probe has
-    tested in any pair, runs no whole requests either. A worker without partners may.
+    A prefill or decode worker runs no whole requests if each of its pairs has given wrong answers
+    or was not probed yet. A worker without pairs may run them.
     """
     if prefills and decodes:
         right_pairs = [

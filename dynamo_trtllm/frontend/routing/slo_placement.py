@@ -39,16 +39,15 @@ from dynamo_trtllm.protocol.messages import GenerateRequest, Instance, Role
 
 log = logging.getLogger(__name__)
 
-# Limit of the workers of a role that are compared, because predicting times takes longer than
-# computing a cost. The limit is not three, because of a measurement: one of four elastic workers
-# had all streams. With a limit of three, four of ten requests were not compared with this worker,
-# and began streams at all workers.
+# At most this many workers of a role are compared, because predicting times takes longer than
+# computing a cost. Three were too few in a measurement in which one of four elastic workers had all
+# streams: four of ten requests were not compared with this worker, so streams began at all workers.
 _MAX_COMPARED: Final = 4
 SLO_MODE: Final = "slo"  # the router mode
 # The roles in which workers are compared. `_choose` and `_forecasts` use this order.
 _ROLES: Final = (Role.PREFILL, Role.DECODE, Role.AGGREGATED)
-# The client may send a rejected request again after the time by which the request would have been
-# late. These are the bounds of that time.
+# `Retry-After` of a rejected request is the time by which its first token would have been late,
+# within these bounds.
 _MIN_RETRY_S: Final = 1
 _MAX_RETRY_S: Final = 60
 
@@ -59,7 +58,7 @@ class PathSelection(PlacedSelection, frozen=True):
     chosen: ChosenPath
 
     def aggregated(self, instance: Instance) -> Self:
-        """See `WorkerSelection.aggregated`. What was predicted for the pair stays."""
+        """See `WorkerSelection.aggregated`. The predicted times remain those of the pair."""
         chosen = msgspec.structs.replace(
             self.chosen, path=Path.ON_DECODE, prefill=None, decode=instance
         )
@@ -92,7 +91,8 @@ class SloPlacement(Placement):
         super().__init__(SLO_MODE, prefixes, overlap_credit=overlap_credit, seed=seed)
         self._default = SloLimits(ttft_s, itl_s, itl_s)
         self._rejects = rejects
-        self._unpredicted: set[str] = set()  # models for which unknown times were logged
+        # Models for which a log line has said that their times are not known.
+        self._unpredicted: set[str] = set()
 
     def select(
         self,
@@ -117,7 +117,8 @@ class SloPlacement(Placement):
             now: see `Placement.select`.
             avoid: see `Placement.select`.
             waited_s: for how long the request has waited since it arrived.
-            may_reject: the request may be rejected for its limits: this is its first attempt.
+            may_reject: whether the request may be rejected for its limits. True only at its first
+                attempt.
 
         Raises:
             SloUnreachable: no path is predicted to keep the limits, and the frontend rejects such
@@ -222,7 +223,7 @@ class SloPlacement(Placement):
             None: the times are not known.
         """
         loads = self.loads
-        # The workers of one pairing key are equal, so the measurements of one are true of all.
+        # The workers of one pairing key are equal, so the measurements of one hold for all.
         shared_cost = known_cost(loads.get(id_) for by_id in compared for id_ in by_id)
         if shared_cost is None:
             return None

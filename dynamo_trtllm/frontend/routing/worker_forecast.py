@@ -18,14 +18,15 @@ from dynamo_trtllm.protocol.cost_model import (
 )
 from dynamo_trtllm.protocol.messages import Instance, Role
 
-# Python 3.11 looks up a member of an enum in 150 ns.
+# In Python 3.11, each access to a member of an enum takes 150 ns.
 _PREFILL: Final = Role.PREFILL
 _ELASTIC: Final = Role.ELASTIC
-# If a prefill worker runs a whole request, each step of its stream is assumed to compute this many
-# prompts, too: while one is computed, another may arrive for the next step.
+# If a prefill worker runs a whole request, each step that generates a token of this request is
+# assumed to compute this many prompts, too: while one is computed, another may arrive for the next
+# step.
 _PROMPTS_OF_STEP: Final = 2
-# Until first tokens were measured: a call waits for half of the running step, and for all steps
-# after it.
+# The assumption until first tokens were measured: a call waits for half of the running step, and
+# for all steps after it.
 _PRIOR: Final = CostModel(first_token=prior_fit((0.0, 0.0, 0.5, 1.0)))
 
 
@@ -38,11 +39,12 @@ class WorkerForecast:
         cost: its complete cost model.
         prompt_tokens: tokens of the prompt.
         cached_tokens: those of them that the instance has in its prefix cache.
-        role: in which an elastic instance would run the request. None: that of the instance.
+        role: the role in which an elastic instance would run the request. None: that of the
+            instance.
         share: the instance's share of the work of this role.
         itl_s: the limit of the time between two tokens of the requests there. None: there is none.
         takes_streams: whether the instance has a share of decode calls, or its role is fixed.
-        takes_prompts: the same for prefill calls.
+        takes_prompts: whether it has a share of prefill calls, or its role is fixed.
     """
 
     __slots__ = (
@@ -84,7 +86,7 @@ class WorkerForecast:
         self._prompt_tokens = prompt_tokens
         report = load.report
         assert report is not None
-        # At these workers, `report.running` counts prefill calls, too, which are no streams.
+        # `report.running` of these workers includes prefill calls, which are no streams.
         has_prefill_calls = instance.role is _PREFILL or instance.role is _ELASTIC
         streams = load.unseen_requests - load.unseen_prefills
         if has_prefill_calls:
@@ -104,7 +106,7 @@ class WorkerForecast:
 
     @property
     def has_streams(self) -> bool:
-        """Return whether requests generate tokens there, or will before this one."""
+        """Return whether other requests generate tokens there, or will before this one does."""
         return self._work.decode_requests > 0
 
     @property
@@ -130,8 +132,9 @@ class WorkerForecast:
     def decode_gap_s(self) -> float:
         """Return the time between two tokens while the request and the streams there generate.
 
-        On a prefill worker, steps with further prompts follow, which are assumed to be like this
-        prompt. On an elastic worker in another role, the prompts that wait there follow.
+        The gap is longer if steps also compute prompts. On a prefill worker, further prompts are
+        assumed to follow that are as long as this one. On an elastic worker in another role, the
+        prompts that wait there follow.
         """
         work = self._work
         assert self._cost.decode is not None
@@ -150,9 +153,10 @@ class WorkerForecast:
     def num_delayed(self, gap_s: float, limit_s: float) -> int:
         """Return how many streams there would have gaps above a limit because of the request.
 
-        Streams that already have such gaps are not among them. Prompts sent since the last report
-        do not count for these gaps, because the report may include them, too: counted twice, a
-        prompt seems to have delayed the streams already, and the next ones really would.
+        Streams that already have such gaps are not among them. The present gaps are computed
+        without the prompts that were sent since the last report, because the report may include
+        them, too. If such a prompt counted twice, streams would seem to be late already, and
+        further requests could be sent there although they really delay these streams.
 
         Args:
             gap_s: the gaps with the request.
@@ -201,13 +205,13 @@ def is_fresh(load: InstanceLoad, now: float) -> bool:
 
 
 def known_cost(loads: Iterable[InstanceLoad]) -> CostModel | None:
-    """Return what is known of the times of equal instances together.
+    """Return the cost model that equal instances have measured together.
 
     A prefill worker measures no decode steps, and a decode worker no prompts, until they run
     aggregated requests.
 
     Returns:
-        None: a kind of step was measured by none of them.
+        None: none of them has measured one of the kinds of steps.
     """
     known = CostModel()
     for load in loads:
@@ -222,7 +226,7 @@ def known_cost(loads: Iterable[InstanceLoad]) -> CostModel | None:
 
 
 def complete(load: InstanceLoad, of_equals: CostModel) -> CostModel:
-    """Return the cost model of an instance, with what equal ones have measured."""
+    """Return the cost model of an instance; equal ones add what it has not measured."""
     own = load.cost
     if own is None:
         return of_equals
