@@ -210,8 +210,16 @@ def _check_outputs(config: PlanConfig) -> None:
     """Check before the simulations that the files can be written, and create their folder.
 
     Raises:
-        ConfigError: a file can't be written, or the package that draws is missing.
+        ConfigError: a file can't be written, --plot names another format than SVG, or the package
+            that draws is missing.
     """
+    # A name without an ending may be a device, such as /dev/stdout.
+    if config.plot is not None and config.plot.suffix.lower() not in ("", ".svg"):
+        raise ConfigError(
+            f"--plot writes SVG only, but its file is {config.plot.name};"
+            f" use {config.plot.with_suffix('.svg').name}",
+            field="plot",
+        )
     if config.plot is not None and not can_draw():
         raise ConfigError(
             f"--plot needs matplotlib; {install_hint('bench')}, or leave --plot out", field="plot"

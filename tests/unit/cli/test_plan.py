@@ -203,6 +203,10 @@ def test_plot_needs_the_package_that_draws(
     assert "--plot needs matplotlib" in run(f"{PLAN} --plot chart.svg")
 
 
+def test_plot_rejects_the_ending_of_another_format(run: Callable[[str], str]) -> None:
+    assert "--plot writes SVG only, but its file is a.png; use a.svg" in run(f"{PLAN} --plot a.png")
+
+
 @pytest.mark.parametrize("flag", ["--out", "--plot"])
 def test_file_that_plan_cannot_write_is_named_first(
     run: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, flag: str
