@@ -163,8 +163,7 @@ def decide(
     Args:
         observation: what is known of the workers.
         limits: the limits. If an idle worker needs more than MAX_PART of a limit for one request,
-            twice the time that it needs replaces the limit. `Decision.unreachable` names the limits
-            that it can't keep.
+            twice this time replaces the limit; `Decision.unreachable` names those it can't keep.
         history: the history of the last decision, or `History()` at the start.
 
     Returns:
