@@ -341,9 +341,9 @@ class ConnectionConfig(Config):
     nats_inbox_prefix: InboxPrefix | None = option(
         "control plane",
         None,
-        help="Begin of the NATS subjects at which this process receives replies. Its user must be"
-        " allowed to subscribe to them. Default: _INBOX_frontend, _INBOX_worker, _INBOX_planner, or"
-        " _INBOX_tool for the other commands.",
+        help="Beginning of the NATS subjects at which this process receives replies. Its user must"
+        " be allowed to subscribe to them. Default: _INBOX_frontend, _INBOX_worker, _INBOX_planner,"
+        " or _INBOX_tool for the other commands.",
     )
     log_level: LogLevel = option("process", "info", env=LOG_LEVEL, help="Minimum log level.")
     log_format: LogFormat = option(
@@ -366,7 +366,7 @@ class ConnectionConfig(Config):
 
     @property
     def inbox_prefix(self) -> str:
-        """Return the begin of the subjects at which this process receives replies."""
+        """Return the beginning of the subjects at which this process receives replies."""
         return self.nats_inbox_prefix or f"_INBOX_{self.cluster_role}"
 
     @property
