@@ -47,7 +47,8 @@ class FileWatch(Generic[T]):
         Args:
             what: name of the content in log lines, such as "TLS certificate".
             paths: the files.
-            read: returns the content, or raises ConfigError. Reloads run it in a thread.
+            read: returns the content, or raises ConfigError or OSError. Reloads run it in a
+                thread.
             use: is called with the content, and raises ConfigError if it is wrong.
             count: is called with the outcome of each change: `ok` or `failed`.
 
@@ -79,14 +80,22 @@ class FileWatch(Generic[T]):
                 return
             self._use(await asyncio.to_thread(self._read))
         except ConfigError as exc:
-            if exc.message != self._problem:
-                self._problem = exc.message
-                log.error("%s; still using the former %s", exc.message, self._what)
-                self._count("failed")
+            self._failed(exc.message)
+            return
+        except OSError as exc:
+            # The process may lack files or memory for a while. That must not end the process.
+            self._failed(f"the {self._what} can't be read: {exc.strerror or exc}")
             return
         self._problem = ""
         log.info("read the %s again from %s", self._what, ", ".join(map(str, self._paths)))
         self._count("ok")
+
+    def _failed(self, problem: str) -> None:
+        """Keep the former content. Log and count the problem, unless the last read had it, too."""
+        if problem != self._problem:
+            self._problem = problem
+            log.error("%s; still using the former %s", problem, self._what)
+            self._count("failed")
 
     def _has_changed(self) -> bool:
         """Return whether the files have changed, or were wrong when they were read last."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -76,12 +77,17 @@ async def test_file_that_returns_unchanged_is_read_again(watched: Watched) -> No
     assert watched.outcomes == ["failed", "ok"]
 
 
-async def test_problem_that_passes_without_a_change_ends(watched: Watched) -> None:
+@pytest.mark.parametrize(
+    "problem", [ConfigError("no file descriptors"), OSError(errno.EMFILE, "Too many open files")]
+)
+async def test_problem_that_passes_without_a_change_ends(
+    watched: Watched, problem: Exception
+) -> None:
     watched.paths[0].write_text("other")
     read = watched.watch._read
 
     def fail() -> str:
-        raise ConfigError("no file descriptors")
+        raise problem
 
     watched.watch._read = fail
     await watched.watch.reload()
