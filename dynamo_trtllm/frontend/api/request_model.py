@@ -517,6 +517,9 @@ def _reason(error: ErrorDetails, context: Mapping[str, Any]) -> str:
         return str(context["reason"])
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         return f"must be an object, not {kind_of(given)}"
+    if kind == "list_type":
+        # The text that stands for a list is often a prompt, and the error is logged.
+        return f"must be a list, not {kind_of(given)}"
     if kind in (
         "too_short",
         "too_long",

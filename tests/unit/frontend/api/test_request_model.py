@@ -91,6 +91,8 @@ def test_field_error_names_all_allowed_values(fields: dict[str, Any], values: st
         ({"model": None}, "model is required"),
         ({"messages": []}, "messages must have at least 1 item"),
         ({"messages": ["x"]}, "messages[0] must be an object, not a string"),
+        # The log has the message, and this text is a prompt.
+        ({"messages": "a prompt"}, "messages must be a list, not a string"),
         ({"messages": [{"content": "x"}]}, "messages[0].role is required"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id is required"),
         ({"temperature": 3}, "temperature must be less than or equal to 2, not 3"),
