@@ -43,11 +43,12 @@ class TransferKey(NamedTuple):
 class TransferKeys:
     """The keys of one file, which are read again after the file has changed.
 
-    If the changed file can't be read, the former keys stay valid.
+    If the changed file can't be read, the former keys stay valid, and it is read again until it is
+    right. The problem may pass without a change of the file.
 
     Args:
         path: the key file.
-        on_failed_reload: called each time that a changed file can't be read.
+        on_failed_reload: called once for each problem of a changed file.
         clock: returns seconds of a monotonic clock.
 
     Raises:
@@ -65,7 +66,9 @@ class TransferKeys:
         self._on_failed_reload = on_failed_reload
         self._clock = clock
         self._looked_at = clock()
+        self._read_at = self._looked_at
         self._version = version_of(path)
+        self._problem = ""  # why the file could not be read; "": its keys are in use
         self._use(read_keys(path))
 
     def signing(self) -> TransferKey:
@@ -113,15 +116,21 @@ class TransferKeys:
             return
         self._looked_at = now
         version = version_of(self._path)
-        if version == self._version:
+        # Strangers can cause looks without an interval. So a wrong file has an interval of its own.
+        is_due = bool(self._problem) and now - self._read_at >= _LOOK_EVERY_S
+        if version == self._version and not is_due:
             return
+        self._read_at = now
         self._version = version
         try:
             self._use(read_keys(self._path))
         except ConfigError as exc:
-            self._on_failed_reload()
-            log.error("the KV transfer keys so far stay valid: %s", exc.message)
+            if exc.message != self._problem:
+                self._problem = exc.message
+                self._on_failed_reload()
+                log.error("the KV transfer keys so far stay valid: %s", exc.message)
             return
+        self._problem = ""
         log.info("KV transfer keys were read again: %s", self.ids())
 
 

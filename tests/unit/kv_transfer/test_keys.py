@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -104,6 +105,30 @@ def test_keys_when_changed_file_is_wrong_then_former_ones_stay(key_file: Path) -
     assert keys.signing() == first
     key_file.chmod(0o600)  # as the log line of the rejected file says
     clock.now += 1.0
+    assert keys.signing().secret == THIRD_KEY.encode()
+
+
+def test_keys_when_problem_passes_without_a_change_then_file_is_read(
+    key_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    failures: list[str] = []
+    keys = opened(key_file, clock, failures)
+    write_keys(key_file, THIRD_KEY)
+
+    def fail(*_: object, **__: object) -> bytes:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as few_files:
+        few_files.setattr("dynamo_trtllm.kv_transfer.keys.read_trusted", fail)
+        for _ in range(3):
+            clock.now += 1.0
+            assert keys.signing().secret == FIRST_KEY.encode()
+    assert failures == ["failed"]
+    # Looks for unknown keys do not delay the next read.
+    for _ in range(2):
+        clock.now += 0.5
+        keys.find("unknown")
     assert keys.signing().secret == THIRD_KEY.encode()
 
 
