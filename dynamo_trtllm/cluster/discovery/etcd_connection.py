@@ -22,6 +22,7 @@ from dynamo_trtllm.cluster.discovery import etcd_api as api
 from dynamo_trtllm.cluster.discovery.etcd_api import EtcdCalls
 from dynamo_trtllm.config.config_base import ConnectionConfig
 from dynamo_trtllm.protocol.errors import ConfigError, Unreachable, UserRejected
+from dynamo_trtllm.support.file_watch import FileVersion, version_of
 from dynamo_trtllm.support.trusted_file import UntrustedFile, read_trusted
 
 log = logging.getLogger(__name__)
@@ -149,6 +150,7 @@ class EtcdConnection:
         # All channels, including those with former certificates.
         self._channels: list[grpc.aio.Channel] = []
         self._calls: list[EtcdCalls] = []
+        self._problem = ""  # why changed certificates could not be read; "": they are in use
         self._read_versions = _file_versions(config)
         self._open_channels()
 
@@ -267,14 +269,18 @@ class EtcdConnection:
         The former channels stay open, because a watch may still run on one.
         """
         files = _file_versions(self._config)
-        if self.closed or files == self._read_versions:
+        # A problem, such as too few open files, may pass without a change of the files.
+        if self.closed or (files == self._read_versions and not self._problem):
             return
         self._read_versions = files
         try:
             self._open_channels()
         except ConfigError as exc:
-            log.error("the certificates that were read before are used: %s", exc.message)
+            if exc.message != self._problem:
+                log.error("the certificates that were read before are used: %s", exc.message)
+            self._problem = exc.message
         else:
+            self._problem = ""
             log.info("certificates for etcd were read again")
 
     async def aclose(self) -> None:
@@ -284,20 +290,13 @@ class EtcdConnection:
             await channel.close()
 
 
-def _file_versions(config: ConnectionConfig) -> list[tuple[int, int, int] | None]:
-    """Return values that change when a certificate file is written or replaced.
+def _file_versions(config: ConnectionConfig) -> list[FileVersion | None]:
+    """Return values that change when a certificate file or its permissions change.
 
     None: there is no file.
     """
-    found: list[tuple[int, int, int] | None] = []
-    for setting in (config.etcd_ca, config.etcd_cert, config.etcd_key):
-        path = config.file_of_role(setting)
-        try:
-            status = None if path is None else path.stat()
-        except OSError:
-            status = None
-        state = None
-        if status is not None:
-            state = (status.st_ino, status.st_size, status.st_mtime_ns)
-        found.append(state)
-    return found
+    paths = [
+        config.file_of_role(setting)
+        for setting in (config.etcd_ca, config.etcd_cert, config.etcd_key)
+    ]
+    return [None if path is None else version_of(path) for path in paths]
