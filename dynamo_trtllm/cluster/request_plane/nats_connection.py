@@ -87,13 +87,18 @@ class NatsAccess:
 
     def tls_context(self) -> ssl.SSLContext:
         """Read the files and return a context for TLS. Raises OSError if a file can't be used."""
+
+        def no_passphrase() -> str:
+            """Reject an encrypted key, for which OpenSSL would ask on the terminal and wait."""
+            raise OSError(f"{self.key} has a passphrase; remove it with openssl pkey")
+
         context = ssl.create_default_context(cafile=self.ca)
         if self.cert is not None and self.key is not None:
             try:
                 read_trusted(self.key, _MAX_KEY_BYTES, is_secret=True)
             except UntrustedFile as exc:
                 raise OSError(f"{self.key} {exc.problem}") from exc
-            context.load_cert_chain(self.cert, self.key)
+            context.load_cert_chain(self.cert, self.key, password=no_passphrase)
         return context
 
 
