@@ -108,7 +108,7 @@ def test_keys_when_changed_file_is_wrong_then_former_ones_stay(key_file: Path) -
     assert keys.signing().secret == THIRD_KEY.encode()
 
 
-def test_keys_when_problem_passes_without_a_change_then_file_is_read(
+def test_file_is_read_again_when_its_problem_has_passed(
     key_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
