@@ -207,7 +207,10 @@ def undisturbed(number: int) -> list[int]:
     """The mock engine's answer."""
     request = make_request(number)
     seed = zlib.crc32(request.token_ids) & 0xFFFF
-    rest = (1000 + (seed + at * 7919) % 4000 for at in range(request.sampling.max_tokens))
+    rest = (
+        1000 + (seed + at * (7919 + seed // 4000)) % 4000
+        for at in range(request.sampling.max_tokens)
+    )
     return [opening or made for opening, made in zip_longest(OPENING, rest)][
         : request.sampling.max_tokens
     ]

@@ -267,8 +267,8 @@ def _kv_of(seed: int, blocks: int) -> array[int]:
 
 
 def _seed_of(kv: array[int]) -> int:
-    """Return the seed in `kv`, or another seed if any bit of `kv` has changed."""
+    """Return the seed in `kv`, or a seed that no prompt has if any bit of `kv` has changed."""
     seed = kv[-1]
     if seed <= MAX_SEED and kv == _kv_of(seed, len(kv) // KV_WORDS):
         return seed
-    return zlib.crc32(kv) & MAX_SEED
+    return MAX_SEED + 1 + (zlib.crc32(kv) & MAX_SEED)

@@ -15,6 +15,7 @@ from dynamo_trtllm.protocol.phases import CallPhases
 from dynamo_trtllm.protocol.streams import KvHolder, OnEvent, StreamEvent, TaskStream
 
 MAX_SEED = 0xFFFF
+_NUM_TOKENS = 4000  # how many tokens of the vocabulary are used after the prefix
 # <|channel|>final<|message|> of the Harmony format. The tokens after it are content.
 _HARMONY_PREFIX = (200005, 17196, 200008)
 
@@ -130,7 +131,10 @@ class MockStream(TaskStream):
         position = self.request.num_resumed_output_tokens + index
         if position < len(_HARMONY_PREFIX):
             return _HARMONY_PREFIX[position]
-        return 1000 + (self.seed + position * 7919) % 4000
+        # Seeds that are equal modulo _NUM_TOKENS have other steps between their tokens. So no two
+        # seeds give equal answers.
+        step = 7919 + self.seed // _NUM_TOKENS
+        return 1000 + (self.seed + position * step) % _NUM_TOKENS
 
     def _free(self) -> None:
         self._retire(self)

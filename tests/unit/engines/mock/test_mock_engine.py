@@ -9,6 +9,7 @@ import ctypes
 from array import array
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import aclosing
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from dynamo_trtllm.engines.chunk_size import ChunkSize
 from dynamo_trtllm.engines.mock.args import MockArgs
 from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.engines.mock.scheduler import MockScheduler
+from dynamo_trtllm.engines.mock.stream import MAX_SEED, MockStream
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion
 from dynamo_trtllm.kv_transfer.transfer_backend import Destination
 from dynamo_trtllm.protocol.clocks import Clocks
@@ -218,6 +220,16 @@ async def test_decode_of_damaged_kv_gives_other_tokens() -> None:
         wanted = await answer(whole, PROMPT)
         assert await decode(decoder, await prefill_params(prefill, PROMPT)) == wanted
         assert await decode(damaged, await prefill_params(prefill, PROMPT)) != wanted
+
+
+def test_no_two_seeds_give_equal_answers() -> None:
+    """Otherwise a probe of a pair whose KV arrives changed may succeed, once in thousands."""
+    stream: Any = SimpleNamespace(request=ask(PROMPT))
+    answers = set()
+    for seed in range(2 * (MAX_SEED + 1)):
+        stream.seed = seed
+        answers.add(tuple(MockStream.token(stream, index) for index in (3, 4, 5)))
+    assert len(answers) == 2 * (MAX_SEED + 1)
 
 
 async def test_drain_during_a_fetch_returns_after_withdrawal() -> None:
