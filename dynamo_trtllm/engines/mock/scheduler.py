@@ -7,13 +7,13 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
 
 from dynamo_trtllm.engines.block_manager import BlockManager, BlockTable
 from dynamo_trtllm.engines.capabilities import MAX_STEPS
 from dynamo_trtllm.engines.chunk_size import ChunkSize
 from dynamo_trtllm.engines.engine_interface import EngineStats
 from dynamo_trtllm.engines.mock.args import MockArgs
+from dynamo_trtllm.engines.mock.posts import Posts
 from dynamo_trtllm.engines.mock.step_times import StepTimes
 from dynamo_trtllm.engines.mock.stream import MockStream
 from dynamo_trtllm.engines.waiting_requests import (
@@ -33,14 +33,6 @@ from dynamo_trtllm.protocol.messages import Chunk, FinishReason, Phase, token_id
 from dynamo_trtllm.protocol.number_types import ceil_div
 from dynamo_trtllm.protocol.phases import QueueWaits
 from dynamo_trtllm.protocol.streams import TOKEN_CHUNKS
-
-
-class _Post(NamedTuple):
-    """A KV transfer that waits to begin. It begins between two steps, and delays the next one."""
-
-    pause_s: float
-    posted: asyncio.Future[None]  # done when it begins
-    first_step: int  # the number of the first step before which it may begin
 
 
 class MockScheduler:
@@ -82,7 +74,7 @@ class MockScheduler:
         self._blocks = BlockManager(
             args.kv_cache_blocks, args.kv_block_size, has_prefix_cache=args.enable_prefix_caching
         )
-        self._posts: list[_Post] = []  # the KV transfers that have not begun
+        self._posts = Posts()
         # What sends results of the last step, once the step that runs has been launched.
         self._held: list[Callable[[], None]] = []
         self._sent_s = 0.0  # when results were last sent
@@ -157,14 +149,10 @@ class MockScheduler:
         await stream.admitted
 
     async def until_posted(self, pause_s: float) -> None:
-        """Wait until a KV transfer may begin, and for the pause by which it delays the next step.
-
-        It begins between two steps, as in engines whose thread runs the steps and posts transfers.
-        """
+        """Wait until a KV transfer may begin, and for the time by which it delays a step."""
         if not pause_s:
             return
-        posted = asyncio.get_running_loop().create_future()
-        self._posts.append(_Post(pause_s, posted, self._next_unplanned))
+        posted = self._posts.add(pause_s, self._next_unplanned)
         self._work.set()
         await posted
         await asyncio.sleep(pause_s)
@@ -260,7 +248,7 @@ class MockScheduler:
                 self._step_number += 1
                 self._num_decoding = self._count_decoding()
                 self._admit()
-                pause_s = self._begin_posts()
+                pause_s = self._posts.begin(self._step_number)
                 if not any(self._is_in_step(stream) for stream in self._running):
                     self._send_held()
                     self._next_unplanned = 0  # nothing is planned: any step takes what comes
@@ -353,7 +341,7 @@ class MockScheduler:
         streams = (*self._waiting, *self._running)
         if any(stream.wanted > 0 and stream.first_step > number for stream in streams):
             return True
-        return any(post.first_step > number for post in self._posts)
+        return self._posts.has_later(number)
 
     def _plan_next(self, prompts: Mapping[MockStream, int]) -> None:
         """Note which step has place for what comes while this one runs.
@@ -376,17 +364,6 @@ class MockScheduler:
                 return True
         return False
 
-    def _begin_posts(self) -> float:
-        """Begin the KV transfers that may begin before the step. Return how long it pauses."""
-        if not self._posts:
-            return 0.0
-        begun = [post for post in self._posts if post.first_step <= self._step_number]
-        self._posts = [post for post in self._posts if post.first_step > self._step_number]
-        for post in begun:
-            if not post.posted.done():
-                post.posted.set_result(None)
-        return sum(post.pause_s for post in begun)
-
     def _decoding(self) -> list[MockStream]:
         """Return the streams that get a token in the step that begins, and have no prompt left."""
         number = self._step_number
@@ -400,8 +377,17 @@ class MockScheduler:
     def _streams(self) -> list[MockStream]:
         """Return the streams that generate tokens, in this step or once their KV is fetched."""
         number = self._step_number
-        running = [s for s in self._running if not s.prefill_left and (s.wanted or s.is_fetching)]
-        waiting = [s for s in self._waiting if s.is_decode_call and s.first_step <= number]
+        running = [
+            stream
+            for stream in self._running
+            if not stream.prefill_left and (stream.wanted or stream.is_fetching)
+        ]
+        # They begin as soon as there is space.
+        waiting = [
+            stream
+            for stream in self._waiting
+            if stream.is_decode_call and stream.first_step <= number
+        ]
         return running + waiting
 
     def _admit(self) -> None:
@@ -434,8 +420,9 @@ class MockScheduler:
     def _next_waiting(self, budgets: Sequence[int]) -> MockStream:
         """Return the waiting stream that starts next.
 
-        In elastic engines, decode calls start before prompts (see `vllm.chunk_threshold`), but not
-        before one that has waited for MAX_WAIT_S for more than tokens of a step (`budgets`).
+        In elastic engines, decode calls start before prompts (see `vllm.chunk_threshold`). A prompt
+        that has waited for MAX_WAIT_S for a slot or for KV blocks goes first. One that only waits
+        for tokens of a step (`budgets`) does not.
         """
         if self._limits_prompts:
             overdue_s = self._clock() - MAX_WAIT_S

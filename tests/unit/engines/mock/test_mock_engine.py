@@ -409,6 +409,12 @@ def test_decode_calls_do_not_wait_for_prompts_of_elastic_engines(plan_ahead: boo
     assert run_virtual(decoded_after_s()) < 0.3 + 0.3
 
 
+async def noted(order: list[str], name: str, call: Coroutine[Any, Any, Any]) -> None:
+    """Await a call, and note that it has ended."""
+    await call
+    order.append(name)
+
+
 @pytest.mark.parametrize(("stream_s", "is_prompt_first"), [(20.0, False), (40.0, True)])
 def test_decode_calls_overtake_no_prompt_that_has_waited_long(
     stream_s: float, is_prompt_first: bool
@@ -418,19 +424,14 @@ def test_decode_calls_overtake_no_prompt_that_has_waited_long(
     async def ended() -> list[str]:
         first, second = elastic_pair(virtual_clocks(), max_batch_size=1)
         order: list[str] = []
-
-        async def note(name: str, call: Coroutine[Any, Any, Any]) -> None:
-            await call
-            order.append(name)
-
         async with started(first), started(second), asyncio.TaskGroup() as group:
             kv_params = await prefill_params(first, PROMPT)
             stream = answer(second, PROMPT, max_tokens=int(stream_s / 0.01))
-            group.create_task(note("stream", stream))
+            group.create_task(noted(order, "stream", stream))
             await asyncio.sleep(1.0)
-            group.create_task(note("prompt", answer(second, PROMPT, max_tokens=2)))
+            group.create_task(noted(order, "prompt", answer(second, PROMPT, max_tokens=2)))
             await asyncio.sleep(1.0)
-            group.create_task(note("decode call", decode(second, kv_params, max_tokens=2)))
+            group.create_task(noted(order, "decode call", decode(second, kv_params, max_tokens=2)))
         return order
 
     last = ["prompt", "decode call"] if is_prompt_first else ["decode call", "prompt"]
@@ -443,19 +444,14 @@ def test_prompts_take_no_space_for_which_a_decode_call_waits() -> None:
     async def ended() -> list[str]:
         first, second = elastic_pair(virtual_clocks(), kv_cache_blocks=12)
         order: list[str] = []
-
-        async def note(name: str, call: Coroutine[Any, Any, Any]) -> None:
-            await call
-            order.append(name)
-
         async with started(first), started(second), asyncio.TaskGroup() as group:
             kv_params = await prefill_params(first, PROMPT)
             # Seven blocks, so there is space for the prompt and not for the decode call.
-            group.create_task(note("stream", answer(second, PROMPT, max_tokens=100)))
+            group.create_task(noted(order, "stream", answer(second, PROMPT, max_tokens=100)))
             await asyncio.sleep(0.1)
             prompt = answer(second, prompt_of(33), max_tokens=90)
-            group.create_task(note("prompt", prompt))
-            group.create_task(note("decode call", decode(second, kv_params, max_tokens=80)))
+            group.create_task(noted(order, "prompt", prompt))
+            group.create_task(noted(order, "decode call", decode(second, kv_params, max_tokens=80)))
         return order
 
     assert run_virtual(ended()) == ["stream", "decode call", "prompt"]
