@@ -71,8 +71,10 @@ class DecisionLog:
 
 
 def _settings(changes: Mapping[int, Shares]) -> str:
-    """Return changes in the form that `shares --set` takes, one after the other."""
-    settings = [f"{id_:x}={shares.prefill:g}/{shares.decode:g}" for id_, shares in changes.items()]
+    """Return changes as `shares --set` takes them, such as "1f=1/0 2a=0/1"."""
+    settings = []
+    for instance_id, shares in changes.items():
+        settings.append(f"{instance_id:x}={shares.prefill:g}/{shares.decode:g}")
     text = " ".join(settings[:_MAX_SETTINGS])
     num_more = len(settings) - _MAX_SETTINGS
     return f"{text} and {num_more} more" if num_more > 0 else text

@@ -413,8 +413,13 @@ def test_least_loaded_has_lower_ttft_than_round_robin() -> None:
 
 def cost_model(token_s: float, call_s: float) -> CostModel:
     """Return a cost model of steps of 1,000 prompt tokens."""
-    calls = Fit((call_s, 0.0, 0.5, 1.0), 0.5, 2.0, 99), 1000, Fit((call_s, 0.0, 0.0), 0.5, 2.0, 99)
-    return CostModel(linear_decode_fit(0.01, 0.001), linear_prefill_fit(0.0, token_s), *calls)
+    return CostModel(
+        decode=linear_decode_fit(0.01, 0.001),
+        prefill=linear_prefill_fit(0.0, token_s),
+        first_token=Fit((call_s, 0.0, 0.5, 1.0), 0.5, 2.0, 99),
+        step_tokens=1000,
+        kv_transfer=Fit((call_s, 0.0, 0.0), 0.5, 2.0, 99),
+    )
 
 
 def test_damaged_fits_are_left_out_of_a_reported_cost() -> None:
