@@ -38,11 +38,13 @@ class Posts:
             return 0.0
         begun = [post for post in self._waiting if post.first_step <= step]
         self._waiting = [post for post in self._waiting if post.first_step > step]
+        pause_s = 0.0
         for post in begun:
-            # A cancelled call does not wait any more.
+            # A cancelled call does not wait any more, and transfers nothing.
             if not post.posted.done():
                 post.posted.set_result(None)
-        return sum(post.pause_s for post in begun)
+                pause_s += post.pause_s
+        return pause_s
 
     def has_later(self, step: int) -> bool:
         """Return whether a transfer may begin only before a later step."""

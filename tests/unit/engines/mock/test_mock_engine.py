@@ -20,6 +20,7 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.chunk_size import ChunkSize
 from dynamo_trtllm.engines.mock.args import MockArgs
 from dynamo_trtllm.engines.mock.engine import MockEngine
+from dynamo_trtllm.engines.mock.posts import Posts
 from dynamo_trtllm.engines.mock.scheduler import MockScheduler
 from dynamo_trtllm.engines.mock.stream import MAX_SEED, MockStream
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion
@@ -407,6 +408,22 @@ def test_decode_calls_do_not_wait_for_prompts_of_elastic_engines(plan_ahead: boo
         return after_s
 
     assert run_virtual(decoded_after_s()) < 0.3 + 0.3
+
+
+async def test_kv_transfers_begin_before_their_step_and_delay_it() -> None:
+    posts = Posts()
+    first = posts.add(0.2, first_step=1)
+    cancelled = posts.add(0.4, first_step=1)
+    second = posts.add(0.3, first_step=2)
+    cancelled.cancel()
+    assert posts.begin(0) == 0.0
+    assert posts.begin(1) == 0.2
+    assert (first.done(), second.done()) == (True, False)
+    assert posts.has_later(1)
+    assert not posts.has_later(2)
+    assert posts.begin(2) == 0.3
+    assert second.done()
+    assert not posts.has_later(1)
 
 
 async def noted(order: list[str], name: str, call: Coroutine[Any, Any, Any]) -> None:
