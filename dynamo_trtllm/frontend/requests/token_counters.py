@@ -63,6 +63,28 @@ class TokenCounter:
         self.minute = LastMinute()  # tokens of this process only, not divided by the weight
 
 
+class _Mark:
+    """The value of a counter at one moment, to compare other clients with.
+
+    Args:
+        counter: the counter.
+    """
+
+    __slots__ = ("_counter", "_value")
+
+    def __init__(self, counter: TokenCounter) -> None:
+        self._counter = counter
+        self._value = counter.value
+
+    @property
+    def value(self) -> float:
+        """The value at that moment, or the present one if tokens were taken off since.
+
+        So it never exceeds the present value, and no client is behind itself.
+        """
+        return min(self._value, self._counter.value)
+
+
 class CountedRequest:
     """What the workers have computed for one running request.
 
@@ -120,13 +142,13 @@ class TokenCounters:
         self._running: dict[CountedRequest, None] = {}
         self._updated_s = clock()
         self._last_begun = TokenCounter("")  # the counter of the client whose request began last
-        # The value at which a client that is not below its share last began a request. Requests
-        # that wait at workers began with about this value.
-        self._begun_value = 0.0
+        # The counter of the client that last began a request and was not below its share, when it
+        # did. Requests that wait at workers began with about this value. None: no request began.
+        self._begun: _Mark | None = None
         self._below_s = -math.inf  # when a client below its share last began a request
         # Clients whose requests wait at other processes, and the least one of their counters.
         self._at_others: frozenset[str] = frozenset()
-        self._others_value = -math.inf
+        self._others_least: _Mark | None = None
         # When another process last reported that a client below its share has begun a request.
         self._others_below_s = -math.inf
         self._unreported: dict[TokenCounter, None] = {}
@@ -170,7 +192,7 @@ class TokenCounters:
                 clients that wait at other processes, if this is higher.
         """
         if least is None:
-            least = max(self._last_begun.value, self._others_value)
+            least = max(self._last_begun.value, _value_of(self._others_least))
         if self._clock() - counter.begun_s < IDLE_S:
             least -= BURST_TOKENS / counter.weight
         counter.value = max(counter.value, least)
@@ -178,7 +200,7 @@ class TokenCounters:
     def share(self, counter: TokenCounter) -> ClientShare:
         """Return what a client has got, compared with the clients whose requests began last."""
         # Clients that wait at another process began their last requests with about their value.
-        begun_value = max(self._begun_value, self._others_value)
+        begun_value = max(_value_of(self._begun), _value_of(self._others_least))
         if begun_value - counter.value >= BELOW_TOKENS / counter.weight:
             return ClientShare.BELOW
         # While a client below its share is active, all other clients count as above their share.
@@ -203,7 +225,9 @@ class TokenCounters:
         for name in names - self._at_others:
             self.lift(self._named(name))
         self._at_others = names
-        self._others_value = min((self._named(name).value for name in names), default=-math.inf)
+        counters = [self._named(name) for name in names]
+        least = min(counters, key=lambda counter: counter.value, default=None)
+        self._others_least = None if least is None else _Mark(least)
         self._others_below_s = self._clock() if has_below else -math.inf
 
     def begin(
@@ -225,7 +249,7 @@ class TokenCounters:
         if share is ClientShare.BELOW:
             self._below_s = now_s
         else:
-            self._begun_value = counter.value
+            self._begun = _Mark(counter)
         request = CountedRequest(self, counter, prompt_tokens, more_tokens)
         request.update()
         self._running[request] = None
@@ -271,3 +295,7 @@ class TokenCounters:
         else:
             self._by_client.move_to_end(name)
         return counter
+
+
+def _value_of(mark: _Mark | None) -> float:
+    return -math.inf if mark is None else mark.value
