@@ -43,6 +43,7 @@ MIN_INTERVAL_S: Final = 10.0  # shortest time between two changes
 # If the number of streams grows, the number that is expected after this time counts, because the
 # next change is possible only then.
 AHEAD_S: Final = MIN_INTERVAL_S
+GROWTH_S: Final = 5.0  # `WorkerState.more_streams_per_s` is a mean over this time
 
 
 class WorkerState(NamedTuple):
@@ -59,7 +60,7 @@ class WorkerState(NamedTuple):
     # the moment of a report.
     mean_streams: float = 0.0
     mean_context_tokens: float = 0.0
-    more_streams_per_s: float = 0.0  # growth in the last seconds; negative: streams become fewer
+    more_streams_per_s: float = 0.0  # growth, a mean over GROWTH_S; negative: they become fewer
     # The worker is not fresh, but a report is expected: its first one, or its next one after a time
     # in which no worker reported.
     is_awaited: bool = False
@@ -144,7 +145,7 @@ def decide(
     * Otherwise the elastic workers are split: some get only decode calls, the others only prefill
       calls. Beginning with few workers for decode, the first split is taken that keeps both limits
       with headroom. Prompts that wait and prompts that arrive count. If the number of streams
-      grows, the number that is expected after AHEAD_S counts.
+      grows by more than chance explains, the number that is expected after AHEAD_S counts.
     * If no split keeps both limits with headroom, the one that comes nearest to them is taken.
     * If that split misses a limit, and undivided workers would keep both limits with headroom, the
       elastic workers are not split: all get both kinds of calls. This is the last resort, because
@@ -270,7 +271,7 @@ def _demand(observation: Observation, workers: Sequence[WorkerState]) -> Demand:
     context_tokens = sum(
         max(worker.context_tokens, worker.mean_context_tokens) for worker in workers
     )
-    more_streams = AHEAD_S * max(0.0, sum(worker.more_streams_per_s for worker in workers))
+    more_streams = AHEAD_S * _growth_per_s(workers, streams)
     if observation.queue.waits_for_decode:
         more_streams += observation.queue.choices
     else:
@@ -287,6 +288,23 @@ def _demand(observation: Observation, workers: Sequence[WorkerState]) -> Demand:
         max_streams=observation.max_streams,
         kv_tokens=observation.kv_tokens,
     )
+
+
+def _growth_per_s(workers: Sequence[WorkerState], streams: float) -> float:
+    """Return by how many streams per second the load grows. 0: it does not grow.
+
+    Requests that come at random times let the number of streams rise and fall although the load
+    stays the same. The difference of two such numbers n and m has a standard deviation of √(n + m),
+    as Poisson distributions have. Only what exceeds this counts as growth.
+
+    Args:
+        workers: the workers.
+        streams: the present number of their streams.
+    """
+    more = GROWTH_S * sum(worker.more_streams_per_s for worker in workers)
+    before = max(0.0, streams - more)
+    by_chance = math.sqrt(streams + before)
+    return max(0.0, more - by_chance) / GROWTH_S
 
 
 def _compare(

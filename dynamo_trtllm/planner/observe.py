@@ -14,7 +14,13 @@ from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.frontend.routing.pairs import pairing_key
 from dynamo_trtllm.frontend.routing.worker_forecast import is_fresh, known_cost
 from dynamo_trtllm.frontend.routing.worker_load import STALE_S, ClusterLoad
-from dynamo_trtllm.planner.decide import DECODE_ONLY, PREFILL_ONLY, Observation, WorkerState
+from dynamo_trtllm.planner.decide import (
+    DECODE_ONLY,
+    GROWTH_S,
+    PREFILL_ONLY,
+    Observation,
+    WorkerState,
+)
 from dynamo_trtllm.planner.frontend_queues import FrontendQueue, FrontendQueues
 from dynamo_trtllm.protocol.frontend_usage import FrontendUsage
 from dynamo_trtllm.protocol.messages import Instance, LoadReport, Role
@@ -25,7 +31,6 @@ WINDOW_S: Final = 10.0  # rates are means over this time
 # rate is what has arrived divided by this time, and the growth of streams is 0.
 MIN_WINDOW_S: Final = 2.0
 _MAX_PAUSE_S: Final = 2.0  # longest time between two samples of the queues at frontends
-GROWTH_S: Final = 5.0  # the growth of streams is a mean over this time
 # Idle workers report every 10 s. If no worker of a pool has reported for this time, no report
 # arrives, as when NATS is away. It ends before the first of these workers alone seems silent.
 _SILENT_S: Final = STALE_S / 2

@@ -440,6 +440,18 @@ def test_streams_that_become_more_are_planned_for() -> None:
     assert settled(observed(workers, prompts_per_s=0.5)).outcome is DecisionOutcome.FITS
 
 
+def test_streams_that_become_more_by_chance_are_no_growth() -> None:
+    """In five seconds, 25 streams become 6 more or fewer by chance. Then gaps would be 43 ms."""
+    workers = split(3, 1, 25, 0)
+    workers[3] = workers[3]._replace(more_streams_per_s=1.3)
+    assert settled(observed(workers, prompts_per_s=0.5)).outcome is DecisionOutcome.FITS
+    # On four workers, 100 streams become 13 more or fewer by chance, so 24 more are growth.
+    grown = split(3, 4, 25, 0)
+    for number in range(3, 7):
+        grown[number] = grown[number]._replace(more_streams_per_s=1.2)
+    assert settled(observed(grown, prompts_per_s=0.5)).counts == RoleCounts(prefill=2, decode=5)
+
+
 def test_a_split_that_keeps_the_limits_is_not_given_up() -> None:
     """It has gaps of 49 of 50 ms. Four workers for both have shorter ones, but all have streams."""
     full = observed(split(1, 3, 44, 0), prompts_per_s=1.0, prompt_tokens=20)
