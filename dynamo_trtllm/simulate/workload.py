@@ -9,11 +9,12 @@ block, they are equal up to the end of this block.
 from __future__ import annotations
 
 import gzip
+import itertools
+import math
 import random
 import zlib
 from array import array
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -28,6 +29,8 @@ TRACE_BLOCK_TOKENS: Final = 512
 _TOKENS: Final = 200_000
 # The blocks of a shape have this number and higher numbers. Blocks of a trace have lower numbers.
 _FIRST_OF_SHAPE: Final = 1 << 31
+# Mooncake rounded the timestamps of its traces to multiples of this.
+_ROUNDED_TO_MS: Final = 3000
 # The longest virtual time of a simulation. It takes about a minute, even without requests, because
 # workers report and a planner decides every second.
 _MAX_SIMULATED_S: Final = 30 * 24 * 3600.0
@@ -101,7 +104,7 @@ def poisson_arrivals(shape: Shape, rate: float, num_requests: int, seed: int) ->
         raise ConfigError(f"the rate is {rate:g} requests per second; it must be above 0")
     source = random.Random(seed)
     gaps_s = (source.expovariate(rate) for _ in range(num_requests))
-    return arrivals_at(shape, list(accumulate(gaps_s)))
+    return arrivals_at(shape, list(itertools.accumulate(gaps_s)))
 
 
 def arrivals_at(shape: Shape, times_s: Sequence[float]) -> list[Arrival]:
@@ -139,7 +142,9 @@ def varied_arrivals(shape: Shape, least_part: float, num_requests: int, seed: in
 def read_trace(path: Path, num_requests: int | None = None, speed: float = 1.0) -> list[Arrival]:
     """Read the first requests of a trace. A file that ends with .gz is decompressed.
 
-    Requests of one timestamp keep the order of their lines.
+    Requests of one timestamp keep the order of their lines. They come at once, except in traces
+    with timestamps of full 3 s, to which Mooncake has rounded its traces. There they are spread
+    evenly over the 3 s.
 
     Args:
         path: the file.
@@ -157,7 +162,7 @@ def read_trace(path: Path, num_requests: int | None = None, speed: float = 1.0) 
         for number, line in enumerate(_lines(path), start=1):
             if num_requests is not None and len(arrivals) >= num_requests:
                 break
-            arrival = _arrival(line, f"{path}: line {number}", speed)
+            arrival = _arrival(line, f"{path}: line {number}")
             if arrivals and arrival.at_s < arrivals[-1].at_s:
                 raise ConfigError(
                     f"{path}: line {number} has a timestamp before that of the line above; sort the"
@@ -169,7 +174,22 @@ def read_trace(path: Path, num_requests: int | None = None, speed: float = 1.0) 
         raise ConfigError(f"{path} can't be read: {reason or exc}; pass another file") from exc
     if not arrivals:
         raise ConfigError(f"{path} has no request")
-    return arrivals
+    if math.gcd(*(round(1000 * arrival.at_s) for arrival in arrivals)) == _ROUNDED_TO_MS:
+        arrivals = _spread(arrivals)
+    return [arrival._replace(at_s=arrival.at_s / speed) for arrival in arrivals]
+
+
+def _spread(arrivals: Sequence[Arrival]) -> list[Arrival]:
+    """Return the requests of a trace with rounded times, spread evenly."""
+    seconds = _ROUNDED_TO_MS / 1000
+    spread: list[Arrival] = []
+    for at_s, group in itertools.groupby(arrivals, key=lambda arrival: arrival.at_s):
+        together = list(group)
+        spread += [
+            arrival._replace(at_s=at_s + seconds * number / len(together))
+            for number, arrival in enumerate(together)
+        ]
+    return spread
 
 
 def _lines(path: Path) -> Iterator[bytes]:
@@ -178,8 +198,8 @@ def _lines(path: Path) -> Iterator[bytes]:
         yield from file
 
 
-def _arrival(line: bytes, where: str, speed: float) -> Arrival:
-    """Return the request of a line. `where`: its file and number, for errors."""
+def _arrival(line: bytes, where: str) -> Arrival:
+    """Return the request of a line, at a speed of 1. `where`: its file and number, for errors."""
     try:
         request = msgspec.json.decode(line, type=_Line)
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
@@ -197,8 +217,7 @@ def _arrival(line: bytes, where: str, speed: float) -> Arrival:
             f"{where} is not a request: {input_tokens} tokens need {num_blocks} hash_ids from 0 to"
             f" {_FIRST_OF_SHAPE - 1}"
         )
-    at_s = request.timestamp / 1000 / speed
-    return Arrival(at_s, input_tokens, request.output_length, blocks)
+    return Arrival(request.timestamp / 1000, input_tokens, request.output_length, blocks)
 
 
 def check_duration(arrivals: Sequence[Arrival]) -> None:

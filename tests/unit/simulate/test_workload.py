@@ -45,6 +45,22 @@ def test_trace_has_times_lengths_and_blocks(tmp_path: Path) -> None:
     assert (second.at_s, second.blocks) == (1.5, (7,))
 
 
+def test_requests_of_rounded_timestamps_are_spread(tmp_path: Path) -> None:
+    lines = [line(at_ms, 600, 0, 1) for at_ms in (0, 0, 3000, 9000, 9000, 9000)]
+    times_s = [one.at_s for one in read_trace(written(tmp_path, *lines))]
+    assert times_s == [0.0, 1.5, 3.0, 9.0, 10.0, 11.0]
+    at_twice_the_speed = read_trace(written(tmp_path, *lines), speed=2.0)
+    assert [one.at_s for one in at_twice_the_speed] == [time_s / 2 for time_s in times_s]
+
+
+@pytest.mark.parametrize("times_ms", [(0, 0, 0), (0, 0, 3000, 3001), (0, 6000, 6000)])
+def test_requests_of_exact_timestamps_come_at_once(
+    tmp_path: Path, times_ms: tuple[int, ...]
+) -> None:
+    trace = read_trace(written(tmp_path, *(line(at_ms, 600, 0, 1) for at_ms in times_ms)))
+    assert [one.at_s for one in trace] == [at_ms / 1000 for at_ms in times_ms]
+
+
 def test_equal_blocks_have_equal_tokens(tmp_path: Path) -> None:
     first, second = read_trace(written(tmp_path, GOOD, line(0, 700, 0, 2)))
     assert first.prompt()[:512] == second.prompt()[:512]
