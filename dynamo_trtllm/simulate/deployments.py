@@ -10,7 +10,10 @@ from dynamo_trtllm.config.deployment import DeploymentConfig, WorkerSpec
 from dynamo_trtllm.config.layers import find_file, read_yaml
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
+from dynamo_trtllm.config.planner import PlannerConfig
 from dynamo_trtllm.engines.arguments import ENGINE_FLAGS
+from dynamo_trtllm.launch.plan import planner_flags, slo_limits
+from dynamo_trtllm.planner.predict import TimeLimits
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.simulate.cluster import SimulatedDeployment
 from dynamo_trtllm.simulate.constants import Constants, find_constants
@@ -42,7 +45,7 @@ def simulated_deployment(
     gpu: str | None,
     frontend_s: float | None = None,
 ) -> SimulatedDeployment:
-    """Return a deployment to be simulated.
+    """Return a deployment to be simulated, with the planner that `launch` would start.
 
     Args:
         deployment: the content of the deployment file.
@@ -80,12 +83,28 @@ def simulated_deployment(
             f"the workers serve several models ({', '.join(sorted(names))}); simulate a deployment"
             " of one model"
         )
+    frontend = _configured(FrontendConfig, common | deployment.frontend)
     return SimulatedDeployment(
-        frontend=_configured(FrontendConfig, common | deployment.frontend),
+        frontend=frontend,
         workers=workers,
         num_gpus=num_gpus,
         frontend_s=constants_frontend_s if frontend_s is None else frontend_s,
+        planner=_planner_limits(deployment, frontend),
     )
+
+
+def _planner_limits(deployment: DeploymentConfig, frontend: FrontendConfig) -> TimeLimits | None:
+    """Return the limits of the planner that `launch` would start.
+
+    None: it would start none, or one that only advises. Then shares do not change.
+    """
+    flags = planner_flags(deployment, slo_limits(frontend.model_dump()))
+    if flags is None:
+        return None
+    planner = _configured(PlannerConfig, flags)
+    if planner.advise:
+        return None
+    return TimeLimits(planner.slo_ttft_ms / 1000, planner.slo_itl_ms / 1000)
 
 
 def as_mock(config: WorkerConfig, constants: Constants) -> WorkerConfig:

@@ -177,6 +177,7 @@ class Outcome:
             "output_tokens_per_s_per_gpu": self.output_tokens_per_s / self.num_gpus,
             "cached_share": _cached_share(self.completed),
             "is_saturated": self.is_saturated,
+            "share_changes": self.num_share_changes,
             "ttft_ms": self.quantiles(lambda request: request.ttft_s),
             "tpot_ms": self.quantiles(lambda request: request.mean_gap_s),
             "worst_gap_ms": self.quantiles(lambda request: request.worst_gap_s),

@@ -55,6 +55,38 @@ def test_mock_workers_keep_their_arguments() -> None:
     assert (found.num_gpus, found.frontend_s) == (3, 0.0)
 
 
+LIMITS = {"slo-ttft-ms": 1000, "slo-itl-ms": 50}
+
+
+@pytest.mark.parametrize(
+    ("frontend", "planner", "limits"),
+    [
+        (LIMITS, {}, (1.0, 0.05)),
+        (LIMITS, {"planner": "off"}, None),
+        (LIMITS, {"planner": {"slo-itl-ms": 80}}, (1.0, 0.08)),
+        (LIMITS, {"planner": {"advise": True}}, None),
+        ({}, {}, None),
+        ({}, {"planner": {"slo-ttft-ms": 500, "slo-itl-ms": 80}}, (0.5, 0.08)),
+    ],
+)
+def test_planner_is_the_one_that_launch_would_start(
+    frontend: dict[str, Any], planner: dict[str, Any], limits: tuple[float, float] | None
+) -> None:
+    elastic = workers({"model": "m", "engine": "mock"}, count=2)
+    elastic[0]["disaggregation_mode"] = "elastic"
+    data = {"workers": elastic, "frontend": {"router-mode": "slo", **frontend}, **planner}
+    if not frontend:
+        data["frontend"] = {"router-mode": "kv"}
+    assert simulated(data).planner == limits
+
+
+def test_planner_without_a_limit_is_an_error() -> None:
+    elastic = workers({"model": "m", "engine": "mock"}, count=2)
+    elastic[0]["disaggregation_mode"] = "elastic"
+    with pytest.raises(ConfigError, match="slo-itl-ms"):
+        simulated({"workers": elastic, "planner": {"slo-ttft-ms": 500}})
+
+
 def test_workers_of_other_engines_take_the_constants() -> None:
     found = simulated({"workers": workers(VLLM, count=2, devices=[0, 1])})
     (first, _) = found.workers
