@@ -30,6 +30,11 @@ _MOCK_ARGUMENTS: Final[Mapping[str, str]] = {
     "max_seq_len": "max_seq_len",
     "enable_prefix_caching": "enable_prefix_caching",
 }
+# TensorRT-LLM has its setting of the prefix cache in a section.
+_SECTION: Final = "kv_cache_config"
+_MOCK_ARGUMENTS_OF_SECTION: Final[Mapping[str, str]] = {
+    "enable_block_reuse": "enable_prefix_caching",
+}
 # For flags of a worker, the argument of the mock engine with the same meaning.
 _MOCK_ARGUMENTS_OF_FLAGS: Final[Mapping[str, str]] = {
     "kv_block_size": "kv_block_size",
@@ -112,14 +117,14 @@ def as_mock(config: WorkerConfig, constants: Constants) -> WorkerConfig:
 
     The arguments of the other engine that set limits also hold for the mock engine.
     """
-    arguments = dict(constants.mock)
+    # By default, all engines except mock reuse the KV of prefixes.
+    arguments: dict[str, Any] = {"enable_prefix_caching": True, **constants.mock}
     # Later sources override earlier ones, as in a worker.
     if config.extra_engine_args is not None:
-        in_file = read_yaml(find_file(config.extra_engine_args))
-        arguments |= _translated(in_file, _MOCK_ARGUMENTS)
+        arguments |= _of_engine(read_yaml(find_file(config.extra_engine_args)))
     flags = {flag: getattr(config, flag) for flag in _MOCK_ARGUMENTS_OF_FLAGS}
     arguments |= _translated(flags, _MOCK_ARGUMENTS_OF_FLAGS)
-    arguments |= _translated(config.override_engine_args or {}, _MOCK_ARGUMENTS)
+    arguments |= _of_engine(config.override_engine_args or {})
     _rescale_blocks(arguments, constants)
     return config.model_copy(
         update={
@@ -130,6 +135,13 @@ def as_mock(config: WorkerConfig, constants: Constants) -> WorkerConfig:
             **dict.fromkeys(ENGINE_FLAGS),
         }
     )
+
+
+def _of_engine(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of vLLM or TensorRT-LLM by the names of the mock engine's arguments."""
+    section = given.get(_SECTION)
+    in_section = section if isinstance(section, Mapping) else {}
+    return _translated(given, _MOCK_ARGUMENTS) | _translated(in_section, _MOCK_ARGUMENTS_OF_SECTION)
 
 
 def _translated(given: Mapping[str, Any], mock_names: Mapping[str, str]) -> dict[str, Any]:

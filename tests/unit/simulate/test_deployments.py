@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from dynamo_trtllm.config.deployment import checked_deployment, load_deployment
@@ -91,7 +92,7 @@ def test_workers_of_other_engines_take_the_constants() -> None:
     found = simulated({"workers": workers(VLLM, count=2, devices=[0, 1])})
     (first, _) = found.workers
     assert (first.engine, first.model_name) == ("mock", "some-model")
-    assert first.override_engine_args == CONSTANTS.mock
+    assert first.override_engine_args == {"enable_prefix_caching": True, **CONSTANTS.mock}
     assert first.disaggregation_mode is Role.AGGREGATED
     assert (found.num_gpus, found.frontend_s) == (2, 0.005)
 
@@ -127,12 +128,33 @@ def test_limits_of_the_engine_are_those_of_the_simulation(tmp_path: Path) -> Non
     }
     (worker,) = simulated({"workers": workers(flags)}).workers
     assert worker.override_engine_args == {
+        "enable_prefix_caching": True,
         "step_s": 0.01,
         "kv_block_size": 16,
         "kv_cache_blocks": 800,
         "max_batch_size": 8,
         "prefill_tokens_per_step": 99,
     }
+
+
+@pytest.mark.parametrize(
+    ("engine", "arguments", "reuses_prefixes"),
+    [
+        ("vllm", {}, True),
+        ("vllm", {"enable_prefix_caching": False}, False),
+        ("trtllm", {"kv_cache_config": {"free_gpu_memory_fraction": 0.8}}, True),
+        ("trtllm", {"kv_cache_config": {"enable_block_reuse": False}}, False),
+    ],
+)
+def test_workers_reuse_prefixes_as_their_engine_does(
+    engine: str, arguments: dict[str, Any], reuses_prefixes: bool
+) -> None:
+    constants = msgspec.structs.replace(CONSTANTS, engine=engine)
+    flags = {"model": "org/some-model", "engine": engine, "override-engine-args": arguments}
+    deployment = checked_deployment({"workers": workers(flags)}, "test")
+    (worker,) = simulated_deployment(deployment, [constants], "h200").workers
+    found = worker.override_engine_args or {}
+    assert found["enable_prefix_caching"] is reuses_prefixes
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,10 @@ def test_deployments_of_a_topology_can_be_launched() -> None:
             specs = processes(checked_deployment(data, "test"))
             assert len(specs) == 1 + 3
     mock = ours.mock_deployment(WorkerCounts(prefill=1, decode=2))
-    assert mock["workers"][0]["flags"]["override-engine-args"] == CONSTANTS.mock
+    assert mock["workers"][0]["flags"]["override-engine-args"] == {
+        "enable_prefix_caching": True,
+        **CONSTANTS.mock,
+    }
 
 
 def cell(word: str, rate: float, low: float, high: float) -> Cell:
