@@ -29,8 +29,9 @@ TRACE_BLOCK_TOKENS: Final = 512
 _TOKENS: Final = 200_000
 # The blocks of a shape have this number and higher numbers. Blocks of a trace have lower numbers.
 _FIRST_OF_SHAPE: Final = 1 << 31
-# Mooncake rounded the timestamps of its traces to multiples of this.
-_ROUNDED_TO_MS: Final = 3000
+# The timestamps of Mooncake's traces are multiples of 3 s, or at most 3 ms beside one.
+_TICK_S: Final = 3.0
+_TICK_ERROR_S: Final = 0.01
 # The longest virtual time of a simulation. It takes about a minute, even without requests, because
 # workers report and a planner decides every second.
 _MAX_SIMULATED_S: Final = 30 * 24 * 3600.0
@@ -142,9 +143,8 @@ def varied_arrivals(shape: Shape, least_part: float, num_requests: int, seed: in
 def read_trace(path: Path, num_requests: int | None = None, speed: float = 1.0) -> list[Arrival]:
     """Read the first requests of a trace. A file that ends with .gz is decompressed.
 
-    Requests of one timestamp keep the order of their lines. They come at once, except in traces
-    with timestamps of full 3 s, to which Mooncake has rounded its traces. There they are spread
-    evenly over the 3 s.
+    Requests of one timestamp keep the order of their lines. They come at once, except in Mooncake's
+    own traces, whose timestamps are rounded to 3 s. There they are spread evenly over the 3 s.
 
     Args:
         path: the file.
@@ -174,19 +174,30 @@ def read_trace(path: Path, num_requests: int | None = None, speed: float = 1.0) 
         raise ConfigError(f"{path} can't be read: {reason or exc}; pass another file") from exc
     if not arrivals:
         raise ConfigError(f"{path} has no request")
-    if math.gcd(*(round(1000 * arrival.at_s) for arrival in arrivals)) == _ROUNDED_TO_MS:
+    if _is_rounded(arrivals):
         arrivals = _spread(arrivals)
     return [arrival._replace(at_s=arrival.at_s / speed) for arrival in arrivals]
 
 
+def _is_rounded(arrivals: Sequence[Arrival]) -> bool:
+    """Return whether the times were rounded to _TICK_S.
+
+    Times that are multiples of a longer time are not: then the client has sent batches.
+    """
+    ticks = [round(arrival.at_s / _TICK_S) for arrival in arrivals]
+    errors_s = (
+        abs(arrival.at_s - tick * _TICK_S) for arrival, tick in zip(arrivals, ticks, strict=True)
+    )
+    return math.gcd(*ticks) == 1 and max(errors_s) <= _TICK_ERROR_S
+
+
 def _spread(arrivals: Sequence[Arrival]) -> list[Arrival]:
     """Return the requests of a trace with rounded times, spread evenly."""
-    seconds = _ROUNDED_TO_MS / 1000
     spread: list[Arrival] = []
     for at_s, group in itertools.groupby(arrivals, key=lambda arrival: arrival.at_s):
         together = list(group)
         spread += [
-            arrival._replace(at_s=at_s + seconds * number / len(together))
+            arrival._replace(at_s=at_s + _TICK_S * number / len(together))
             for number, arrival in enumerate(together)
         ]
     return spread
