@@ -206,9 +206,9 @@ class SamplingFields(RequestModel):
     ] = Field(default_factory=dict)
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     seed: int | None = Field(None, ge=-SEED_LIMIT, lt=SEED_LIMIT)
-    stop: Annotated[Stops, BeforeValidator(_stops, json_schema_input_type=Stop | Stops)] = Field(
-        default_factory=list
-    )
+    stop: Annotated[
+        Stops, BeforeValidator(_stops, json_schema_input_type=Literal[""] | Stop | Stops)
+    ] = Field(default_factory=list)
     stop_token_ids: List[TokenId] = Field(default_factory=list, max_length=MAX_STOP_TOKENS)
     ignore_eos: bool | None = None
     cache_salt: str | None = Field(default=None, min_length=1, max_length=256)

@@ -207,6 +207,7 @@ async def test_errors_then_as_described(script: list[Any]) -> None:
 
 ACCEPTED: dict[str, list[dict[str, Any]]] = {
     "ChatRequest": [
+        chat(stop=""),
         chat(stop="x", seed=None, metadata={"a": "1"}, functions=[]),
         chat(tool_choice={"type": "function", "function": {"name": "f"}}),
         chat(tools=[{"type": "web_search", "filters": {}}]),
