@@ -254,9 +254,16 @@ class Recorder:
         return b"" if self._ring is None else self._ring.memory[begin:end]
 
     def _stop_in_child(self) -> None:
-        """Stop recording in a forked process, because the file belongs to the parent."""
+        """Stop recording in a forked process, because the file belongs to the parent.
+
+        The users, the streams and the event loop are those of the parent, too. A deployment that
+        the forked process starts has a file of its own.
+        """
         self._close()
         self._path = None
+        self._num_users = 0
+        self._streams.clear()
+        self._timer = None
 
     def _close(self) -> None:
         """Stop writing.

@@ -114,8 +114,29 @@ async def wait_for_first(*works: Coroutine[Any, Any, Any], timeout_s: float | No
 
 
 MAX_THREADS: Final = min(4, os.cpu_count() or 1)
-# There are only few threads, because each thread that tokenizes takes 32 to 110 MiB.
-_THREADS: Final = ThreadPoolExecutor(MAX_THREADS, "in-thread")
+
+
+class _ProcessThreads:
+    """The threads of `in_thread`, which all event loops of this process share.
+
+    There are only few threads, because each thread that tokenizes takes 32 to 110 MiB.
+    """
+
+    def __init__(self) -> None:
+        self.executor = self._new_executor()
+        # A forked process has none of these threads, but its copy of the executor counts them: it
+        # would start no others, and work would wait for ever.
+        os.register_at_fork(after_in_child=self._replace)
+
+    @staticmethod
+    def _new_executor() -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(MAX_THREADS, "in-thread")
+
+    def _replace(self) -> None:
+        self.executor = self._new_executor()
+
+
+_THREADS: Final = _ProcessThreads()
 
 
 async def in_thread(work: Callable[..., T], *args: Any) -> T:
@@ -125,7 +146,7 @@ async def in_thread(work: Callable[..., T], *args: Any) -> T:
     resources that the caller then frees.
     """
     call = partial(contextvars.copy_context().run, work, *args)
-    running = asyncio.get_running_loop().run_in_executor(_THREADS, call)
+    running = asyncio.get_running_loop().run_in_executor(_THREADS.executor, call)
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:

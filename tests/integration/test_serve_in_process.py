@@ -189,6 +189,37 @@ print(serve({MODEL!r}, engine="mock").start().model)
     assert done.stderr == ""
 
 
+FORKING = f"""
+import multiprocessing, sys
+from dynamo_trtllm import serve
+from tests.integration.test_serve_in_process import ask
+def run_child():
+    if deployment.url and during:
+        assert ask(deployment) == 5  # the one of the parent
+    with serve({MODEL!r}, engine="mock") as own:
+        assert ask(own) == 5
+during = sys.argv[1] == "during"
+deployment = serve({MODEL!r}, engine="mock").start()
+if not during:
+    deployment.stop()
+child = multiprocessing.get_context("fork").Process(target=run_child)
+child.start()
+child.join(20)
+child.kill()
+if during:
+    assert ask(deployment) == 5
+    deployment.stop()
+child.join()
+sys.exit(child.exitcode)
+"""
+
+
+@pytest.mark.parametrize("when", ["during", "after"])
+def test_forked_process_when_a_deployment_ran_before_then_its_own_answers(when: str) -> None:
+    command = [sys.executable, "-c", FORKING, when]
+    assert subprocess.run(command, timeout=60, check=False).returncode == 0
+
+
 OF_SERVE = f"""
 import sys
 from dynamo_trtllm import serve

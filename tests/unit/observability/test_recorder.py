@@ -176,6 +176,23 @@ asyncio.run(run())
     )
 
 
+def test_forked_process_records_into_a_file_of_its_own(memory_path: Path) -> None:
+    code = f"""
+import asyncio, multiprocessing, pathlib
+from dynamo_trtllm.observability.recorder import RECORDER
+async def start(kind):
+    RECORDER.start(pathlib.Path({str(memory_path)!r}), namespace="dynamo", kind=kind)
+asyncio.run(start("decode"))
+fork = multiprocessing.get_context("fork")
+child = fork.Process(target=lambda: asyncio.run(start("prefill")))
+child.start()
+child.join()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+    titles = [process.title for process in Recordings.read(memory_path).processes]
+    assert sorted(title.split()[0] for title in titles) == ["decode", "prefill"]
+
+
 def test_recording_shows_a_blocked_event_loop(
     memory_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import multiprocessing
 import threading
 
 import pytest
@@ -106,3 +107,13 @@ async def test_in_thread_uses_few_threads_with_caller_context() -> None:
     assert callers == tuple(range(4 * MAX_THREADS))
     assert len(set(threads)) <= MAX_THREADS
     assert threading.get_ident() not in threads
+
+
+def test_in_thread_in_a_forked_process_runs() -> None:
+    asyncio.run(in_thread(int))  # starts a thread that the forked process lacks
+    child = multiprocessing.get_context("fork").Process(target=lambda: asyncio.run(in_thread(int)))
+    child.start()
+    child.join(SOON_S)
+    child.kill()
+    child.join()
+    assert child.exitcode == 0
