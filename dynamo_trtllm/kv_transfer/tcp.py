@@ -51,6 +51,7 @@ from dynamo_trtllm.protocol.errors import (
 from dynamo_trtllm.protocol.messages import encode
 from dynamo_trtllm.protocol.number_types import Number, Port
 from dynamo_trtllm.support.network.addresses import LOOPBACK, host_and_port
+from dynamo_trtllm.support.network.connecting import connect
 from dynamo_trtllm.support.network.listening import Acceptor
 
 log = logging.getLogger(__name__)
@@ -391,7 +392,7 @@ class TcpBackend:
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             try:
-                await loop.sock_connect(connection, (facts.host, facts.port))
+                await connect(connection, facts.host, facts.port)
             except OSError as exc:
                 raise TransferFailed(
                     f"KV transfer {transfer_id}: can't connect to the prefill worker at"

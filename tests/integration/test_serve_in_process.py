@@ -220,6 +220,29 @@ def test_forked_process_when_a_deployment_ran_before_then_its_own_answers(when: 
     assert subprocess.run(command, timeout=60, check=False).returncode == 0
 
 
+@pytest.mark.parametrize(
+    ("end", "status"), [("sys.exit(3)", 3), ("raise ValueError", 1), ("deployment.stop()", 0)]
+)
+def test_forked_process_when_it_ends_in_the_block_then_the_deployment_goes_on(
+    end: str, status: int
+) -> None:
+    program = f"""
+import os, sys
+from dynamo_trtllm import serve
+from tests.integration.test_serve_in_process import ask
+with serve({MODEL!r}, engine="mock") as deployment:
+    ask(deployment)
+    child = os.fork()
+    if not child:
+        {end}
+        sys.exit()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == {status}
+    assert ask(deployment) == 5
+"""
+    command = [sys.executable, "-c", program]
+    assert subprocess.run(command, timeout=60, check=False).returncode == 0
+
+
 OF_SERVE = f"""
 import sys
 from dynamo_trtllm import serve
