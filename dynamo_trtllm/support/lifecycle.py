@@ -6,12 +6,14 @@ import asyncio
 import signal
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
 from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 
-from dynamo_trtllm.protocol.errors import Draining
+from dynamo_trtllm.protocol.errors import ConfigError, Draining
+from dynamo_trtllm.support import exit_limit
 from dynamo_trtllm.support.standard_streams import open_standard_streams
 
 # The longest wait of `ready` until `serve` begins. `serve` may begin later on another thread.
@@ -40,6 +42,7 @@ class Lifecycle(ABC):
         self._serving: asyncio.Task[None] | None = None  # the task of `async with`
         self._block: asyncio.Task[object] | None = None  # the task that runs the block
         self._has_cancelled_block = False
+        self._exit_limit: exit_limit.ExitLimit | None = None  # None: `run` does not run
 
     @abstractmethod
     async def _serve(self) -> None:
@@ -91,6 +94,7 @@ class Lifecycle(ABC):
         finally:
             self._is_ready = False
             self._ready_or_ended.set()
+            self._limit_exit(0 if self._failure is None else 1)
 
     async def ready(self) -> None:
         """Wait until requests are accepted. Callable on the event loop of any thread.
@@ -134,6 +138,32 @@ class Lifecycle(ABC):
                 " a notebook); await serve(), or use `async with`"
             )
         open_standard_streams()
+
+    def _run_loop(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run an event loop of this process, for `run`. The end of the process does not hang."""
+        import uvloop
+
+        self._exit_limit = exit_limit.ExitLimit()
+        status = 1
+        try:
+            uvloop.run(work)
+            status = 0
+        except ConfigError:
+            status = 2
+            raise
+        finally:
+            self._exit_limit.cancel()
+            exit_limit.limit_interpreter_exit(status)
+
+    def _limit_exit(self, status: int) -> None:
+        """In `run`, end this process with `status` if it still runs after EXIT_S."""
+        if self._exit_limit is not None:
+            self._exit_limit.begin(status, exit_limit.EXIT_S)
+
+    def _force_exit(self) -> None:
+        """In `run`, end this process with 1 if it still runs after FORCED_EXIT_S."""
+        if self._exit_limit is not None:
+            self._exit_limit.begin(1, exit_limit.FORCED_EXIT_S)
 
     @property
     def _kind(self) -> str:

@@ -5,14 +5,10 @@ The command can also print the engine arguments or the environment.
 
 from __future__ import annotations
 
-import atexit
 import json
 import logging
-import os
 import shlex
 import sys
-import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,11 +27,6 @@ from dynamo_trtllm.worker.worker import Worker
 log = logging.getLogger(__name__)
 
 _MAX_SHOWN = 8  # items of a list in the table of arguments
-
-# Longest time for the exit of the interpreter. Libraries register functions that run at the exit.
-# If a rank is lost, the functions of mpi4py and TensorRT-LLM wait for this rank for ever
-# (`pre_shutdown` and `shutdown` in executor/proxy.py).
-EXIT_S = 30.0
 
 
 def described(config: WorkerConfig) -> DescribedArguments:
@@ -163,31 +154,4 @@ def main(config: WorkerConfig) -> None:
     if config.dump_config_to is not None:
         dump(config, config.dump_config_to)
     OUTPUTS.start(config.disaggregation_mode, config.log_format)
-    status = 1
-    try:
-        Worker(config).run()
-        status = 0
-    except ConfigError:
-        status = 2
-        raise
-    finally:
-        limit_exit(status)
-
-
-def limit_exit(status: int) -> None:
-    """End this process with `status` if its exit, once it begins, takes longer than EXIT_S."""
-
-    def end() -> None:
-        time.sleep(EXIT_S)
-        log.error(
-            "a library hangs at the exit of this process, which now ends with %d after %g s",
-            status,
-            EXIT_S,
-        )
-        os._exit(status)
-
-    # Functions that were registered with `threading._register_atexit` run before those of `atexit`,
-    # and libraries may hang there already. The function that was registered last runs first.
-    register = getattr(threading, "_register_atexit", atexit.register)
-    limit = threading.Thread(target=end, name="exit-limit", daemon=True)
-    register(limit.start)
+    Worker(config).run()

@@ -239,7 +239,8 @@ class Worker(Lifecycle):
     def run(self) -> None:
         """Serve until SIGTERM, SIGINT, SIGHUP or `stop()`, in the main thread only.
 
-        While it stops, another SIGTERM or SIGINT exits with 1 at once.
+        While it stops, another SIGTERM or SIGINT exits with 1 at once. If the engine or a library
+        does not end, the process exits after 30 s, or 5 s after the second signal.
 
         Raises:
             ConfigError: the configuration is invalid.
@@ -247,14 +248,12 @@ class Worker(Lifecycle):
             EngineFailed: the engine failed, or a restart was requested.
             RuntimeError: the thread is not the main thread, or it runs an event loop.
         """
-        import uvloop
-
         self._prepare_run()
         self._owns_process = True
         sys.setswitchinterval(SWITCH_S)
         gc.set_threshold(*_GC_THRESHOLDS)
         allow_files(_MAX_OPEN_FILES, " for more concurrent KV transfers")
-        uvloop.run(self._run_with_signals())
+        self._run_loop(self._run_with_signals())
 
     def _background_failed(self, reason: str) -> None:
         self._health.failure = reason
@@ -267,6 +266,7 @@ class Worker(Lifecycle):
         def on_signal() -> None:
             # A second signal skips the drain.
             if self._stop_event.is_set():
+                self._force_exit()
                 task.cancel()
             self.stop()
 
@@ -280,40 +280,48 @@ class Worker(Lifecycle):
 
     async def _serve(self) -> None:
         """Start, serve, drain and close. If it is cancelled, it closes without a drain."""
+        status = 1
         async with AsyncExitStack() as stack:
-            started = await wait_for_first(
-                self._start(stack), self._stop_event.wait(), self._tasks.until_failed()
-            )
-            if not isinstance(started, StartedWorker):
-                # `stop` was called before the worker had started.
-                log.info("stopped during start-up")
-                return
-            self._note_ready()
-            log.info(
-                "serving as instance %x (%s)", self.instance_id, self._config.disaggregation_mode
-            )
             try:
-                await wait_for_first(
-                    self._stop_event.wait(),
-                    started.service.until_failed(),
-                    self._tasks.until_failed(),
-                )
-            except DynamoError as exc:
-                log.error("shutting down (%s): %s", exc.code, exc.message)
-                if not self._health.failure:
-                    self._health.failure = exc.message
-                # Calls that still run end with this error, and not as if the worker was stopped.
-                started.server.failure = exc.message
-                await self._drain(started)
-                raise
-            except asyncio.CancelledError:
-                # If `stop` was not called, something in the event loop has raised SystemExit, maybe
-                # because of a request. Frontends must not take this for a drain, because they would
-                # then send the request to one worker after the other.
-                if self._owns_process and not self._stop_event.is_set():
-                    started.server.failure = "its event loop was stopped"
-                raise
+                await self._serve_until_stopped(stack)
+                status = 0
+            finally:
+                # The engine closes now, which may hang.
+                self._limit_exit(status)
+
+    async def _serve_until_stopped(self, stack: AsyncExitStack) -> None:
+        """Start, serve and drain. `stack` closes the parts of the worker."""
+        started = await wait_for_first(
+            self._start(stack), self._stop_event.wait(), self._tasks.until_failed()
+        )
+        if not isinstance(started, StartedWorker):
+            # `stop` was called before the worker had started.
+            log.info("stopped during start-up")
+            return
+        self._note_ready()
+        log.info("serving as instance %x (%s)", self.instance_id, self._config.disaggregation_mode)
+        try:
+            await wait_for_first(
+                self._stop_event.wait(),
+                started.service.until_failed(),
+                self._tasks.until_failed(),
+            )
+        except DynamoError as exc:
+            log.error("shutting down (%s): %s", exc.code, exc.message)
+            if not self._health.failure:
+                self._health.failure = exc.message
+            # Calls that still run end with this error, and not as if the worker was stopped.
+            started.server.failure = exc.message
             await self._drain(started)
+            raise
+        except asyncio.CancelledError:
+            # If `stop` was not called, something in the event loop has raised SystemExit, maybe
+            # because of a request. Frontends must not take this for a drain, because they would
+            # then send the request to one worker after the other.
+            if self._owns_process and not self._stop_event.is_set():
+                started.server.failure = "its event loop was stopped"
+            raise
+        await self._drain(started)
 
     async def _start(self, stack: AsyncExitStack) -> StartedWorker:
         """Start the parts of the worker, which `stack` closes."""

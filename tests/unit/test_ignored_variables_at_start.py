@@ -30,7 +30,6 @@ def test_main_names_ineffective_variables_at_start(
     monkeypatch.setattr(module.observe_logging, "setup", lambda *_: steps.append("logging"))
     monkeypatch.setattr(module, "warn_of_ignored_variables", steps.append)
     monkeypatch.setattr(module, next_step, stop)
-    monkeypatch.setattr(worker_main, "limit_exit", lambda _: None)
     with pytest.raises(SystemExit):
         module.main(argv)
     first, config = steps

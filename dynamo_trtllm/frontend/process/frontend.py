@@ -15,8 +15,6 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import uvloop
-
 from dynamo_trtllm.access.access_control import AccessControl
 from dynamo_trtllm.access.key_usage import UsageTable
 from dynamo_trtllm.config.load import process_environment
@@ -161,7 +159,8 @@ class Frontend(Lifecycle):
     def run(self) -> int:
         """Serve until SIGTERM or SIGINT, in the main thread only. Return the exit status.
 
-        With `workers` in the settings, start that many processes.
+        With `workers` in the settings, start that many processes. If middleware or a route does not
+        end, the process exits after 30 s, or 5 s after a second SIGINT.
 
         Raises:
             ConfigError: the configuration is invalid.
@@ -184,7 +183,7 @@ class Frontend(Lifecycle):
                 hooks = self._hooks.names() if self._hooks else None
                 group = ProcessGroup(config, port, process_environment(), hooks)
                 return asyncio.run(group.run())
-        uvloop.run(self.serve_with_signals())
+        self._run_loop(self.serve_with_signals())
         return 0
 
     async def serve_with_signals(self) -> None:
@@ -202,6 +201,8 @@ class Frontend(Lifecycle):
 
     def _interrupt(self) -> None:
         """Stop. From the second call on, do not wait for running requests."""
+        if self._is_stopped:
+            self._force_exit()
         self.stop()
         if self._server is not None:
             self._server.interrupt()

@@ -135,8 +135,6 @@ def test_main_dumps_and_continues_the_worker(
 
     out = tmp_path / "out.yaml"
     monkeypatch.setattr(worker_main, "Worker", Started)
-    # the process is that of the tests
-    monkeypatch.setattr(worker_main, "limit_exit", lambda status: None)
     monkeypatch.setattr(
         "sys.argv",
         ["w", "--model", "m", "--engine=mock", "--max-batch-size=2", f"--dump-config-to={out}"],

@@ -10,6 +10,7 @@ import pytest
 import uvloop
 
 from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.support import exit_limit
 from dynamo_trtllm.worker import Worker
 
 
@@ -28,6 +29,8 @@ def test_run_then_threads_change_ten_times_as_often(monkeypatch: pytest.MonkeyPa
         work.close()
 
     monkeypatch.setattr(uvloop, "run", run)
+    # the process is that of the tests
+    monkeypatch.setattr(exit_limit, "limit_interpreter_exit", lambda status: None)
     sys.setswitchinterval(0.005)
     Worker(WorkerConfig(model_path="tiny", engine="mock")).run()
     assert seen == [pytest.approx(0.0005)]
