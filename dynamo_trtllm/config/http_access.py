@@ -236,8 +236,8 @@ class FrontendAccessConfig(HttpAccessConfig):
         if self.is_exposed and not (checks_clients or self.allow_anonymous):
             raise ConfigError(
                 f"--http-host {self.http_host} lets other machines connect, and without API keys"
-                f" they all can use the API; set {ENV_PREFIX}API_KEY or --api-keys-file, or listen"
-                " on 127.0.0.1. If the network admits only trusted clients, set --allow-anonymous"
-                f" ({ENV_PREFIX}ALLOW_ANONYMOUS=true)",
+                f" they all can use the API; set {ENV_PREFIX}API_KEY (in Python: api_key) or"
+                " --api-keys-file, or listen on 127.0.0.1. If the network admits only trusted"
+                f" clients, set --allow-anonymous ({ENV_PREFIX}ALLOW_ANONYMOUS=true)",
                 field="http_host",
             )
