@@ -162,7 +162,7 @@ def _load(entry: EntryPoint) -> EngineFactory:
     """Import what an entry point names."""
     try:
         factory: EngineFactory = entry.load()
-    except Exception as exc:
+    except (Exception, SystemExit) as exc:
         raise ConfigError(
             f"the engine {entry.name} of {package_of(entry)} can't be imported from {entry.value}:"
             f" {type(exc).__name__}: {exc}; repair or uninstall that package",

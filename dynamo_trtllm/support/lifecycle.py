@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import threading
 from abc import ABC, abstractmethod
@@ -15,6 +16,8 @@ from typing import Any, Final, Self
 from dynamo_trtllm.protocol.errors import ConfigError, Draining
 from dynamo_trtllm.support import exit_limit
 from dynamo_trtllm.support.standard_streams import open_standard_streams
+
+log = logging.getLogger(__name__)
 
 # The longest wait of `ready` until `serve` begins. `serve` may begin later on another thread.
 _BEGIN_S: Final = 5.0
@@ -43,6 +46,7 @@ class Lifecycle(ABC):
         self._block: asyncio.Task[object] | None = None  # the task that runs the block
         self._has_cancelled_block = False
         self._exit_limit: exit_limit.ExitLimit | None = None  # None: `run` does not run
+        self._is_exit_forced = False  # a second signal came
 
     @abstractmethod
     async def _serve(self) -> None:
@@ -151,6 +155,12 @@ class Lifecycle(ABC):
         except ConfigError:
             status = 2
             raise
+        except SystemExit as exc:
+            if self._is_exit_forced:
+                raise
+            # The status may be 0, with which no supervisor starts the process again.
+            log.exception("shutting down: an engine or a library called sys.exit(%r)", exc.code)
+            raise SystemExit(status) from exc
         finally:
             self._exit_limit.cancel()
             exit_limit.limit_interpreter_exit(status)
@@ -162,6 +172,7 @@ class Lifecycle(ABC):
 
     def _force_exit(self) -> None:
         """In `run`, end this process with 1 if it still runs after FORCED_EXIT_S."""
+        self._is_exit_forced = True
         if self._exit_limit is not None:
             self._exit_limit.begin(1, exit_limit.FORCED_EXIT_S)
 

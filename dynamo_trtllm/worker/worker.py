@@ -276,6 +276,8 @@ class Worker(Lifecycle):
         try:
             await self.serve()
         except asyncio.CancelledError:
+            if not self._is_exit_forced:
+                raise  # the event loop ends because of another error
             raise SystemExit(1) from None
 
     async def _serve(self) -> None:

@@ -128,11 +128,13 @@ def test_engine_name_of_two_packages_is_an_error_that_names_both(
     [
         ("no_such_module:Engine", "ModuleNotFoundError: No module named 'no_such_module'"),
         (f"{__name__}:NoSuchClass", "AttributeError: .*'NoSuchClass'"),
+        ("exits_when_imported:Engine", "SystemExit: no GPU"),
     ],
 )
 def test_engine_that_fails_to_import_names_package_and_cause(
-    packages: Packages, target: str, cause: str
+    packages: Packages, tmp_path: Path, target: str, cause: str
 ) -> None:
+    (tmp_path / "exits_when_imported.py").write_text("raise SystemExit('no GPU')")
     packages.install("acme", "five", target)
     with pytest.raises(ConfigError, match=f"five of acme 1.2 can't be imported from .*{cause}"):
         create_engine(config_of(engine="five"), instance_id=1)

@@ -107,3 +107,24 @@ def test_process_exits_though_an_engine_hangs(
     ended, log = end_of(ENGINE_HANGS, method, hang, num_signals)
     assert ended == status, log
     assert "the exit of this process hangs" in log
+
+
+ENGINE_CALLS_EXIT = """
+import asyncio, sys
+from dynamo_trtllm import Worker, WorkerConfig
+from dynamo_trtllm.engines.mock.engine import MockEngine
+
+async def start(engine):
+    await asyncio.to_thread(sys.exit, 0)
+
+MockEngine.start = start
+settings = {"nats_server": "inproc://", "etcd_endpoints": "memory://", "engine": "mock"}
+Worker(WorkerConfig(model_path="tiny-gpt-oss", **settings)).run()
+"""
+
+
+def test_process_of_an_engine_that_calls_sys_exit_fails_and_says_so() -> None:
+    ended, log = end_of(ENGINE_CALLS_EXIT)
+    assert ended == 1
+    assert "shutting down: an engine or a library called sys.exit(0)" in log
+    assert "in start" in log  # the traceback
