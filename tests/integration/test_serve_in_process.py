@@ -215,7 +215,7 @@ sys.exit(child.exitcode)
 
 
 @pytest.mark.parametrize("when", ["during", "after"])
-def test_forked_process_when_a_deployment_ran_before_then_its_own_answers(when: str) -> None:
+def test_forked_process_can_start_a_deployment_of_its_own(when: str) -> None:
     command = [sys.executable, "-c", FORKING, when]
     assert subprocess.run(command, timeout=60, check=False).returncode == 0
 
@@ -223,9 +223,7 @@ def test_forked_process_when_a_deployment_ran_before_then_its_own_answers(when: 
 @pytest.mark.parametrize(
     ("end", "status"), [("sys.exit(3)", 3), ("raise ValueError", 1), ("deployment.stop()", 0)]
 )
-def test_forked_process_when_it_ends_in_the_block_then_the_deployment_goes_on(
-    end: str, status: int
-) -> None:
+def test_forked_process_that_exits_leaves_the_deployment_running(end: str, status: int) -> None:
     program = f"""
 import os, sys
 from dynamo_trtllm import serve

@@ -123,7 +123,7 @@ Worker(WorkerConfig(model_path="tiny-gpt-oss", **settings)).run()
 """
 
 
-def test_process_of_an_engine_that_calls_sys_exit_fails_and_says_so() -> None:
+def test_process_fails_with_a_log_if_its_engine_calls_sys_exit() -> None:
     ended, log = end_of(ENGINE_CALLS_EXIT)
     assert ended == 1
     assert "shutting down: an engine or a library called sys.exit(0)" in log
