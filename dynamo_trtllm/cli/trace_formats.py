@@ -100,6 +100,9 @@ def mooncake(requests: Sequence[RequestRecording]) -> Iterator[str]:
             prompt = step.entry
             if prompt.event != RecordedEvent.TOKENIZED or prompt.choice not in ends:
                 continue
+            num_output_tokens = _num_tokens(request, prompt.choice, ends[prompt.choice])
+            if num_output_tokens == 0:  # it failed before its first token
+                continue
             if first_ns is None:
                 first_ns = arrived_ns
             num_blocks = ceil_div(prompt.num_tokens, BLOCK_TOKENS)
@@ -111,7 +114,7 @@ def mooncake(requests: Sequence[RequestRecording]) -> Iterator[str]:
             fields = {
                 "timestamp": (arrived_ns - first_ns) // 1_000_000,
                 "input_length": prompt.num_tokens,
-                "output_length": _num_tokens(request, prompt.choice, ends[prompt.choice]),
+                "output_length": num_output_tokens,
                 "hash_ids": ids,
             }
             yield f"{json.dumps(fields)}\n"
@@ -148,8 +151,10 @@ def _hashes(request: RequestRecording, choice: int) -> Iterator[int]:
 
 
 def _num_tokens(request: RequestRecording, choice: int, end: Entry) -> int:
+    """Return how many tokens the engine generated for a choice; 0: it was not answered."""
     if end.event == RecordedEvent.LAST_TOKEN:
-        return end.num_tokens
+        # The token that ends an answer is not part of the output, but takes a step.
+        return max(end.num_tokens, 1)
     # An error ended the choice: only its progress was recorded.
     own = [step.entry for step in request.steps if step.entry.choice == choice]
     progress = [entry.num_tokens for entry in own if entry.event == RecordedEvent.PROGRESS]

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TypeAlias
 
 import pytest
@@ -24,6 +25,7 @@ from dynamo_trtllm.observability.recorder import (
     boot_id,
 )
 from dynamo_trtllm.observability.recordings import Entry, ProcessRecording, ProcessState, Recordings
+from dynamo_trtllm.simulate.workload import read_trace
 from tests.kit.cases import each_case
 
 E = RecordedEvent
@@ -414,6 +416,21 @@ def test_mooncake_shares_block_ids_of_equal_prefixes() -> None:
     assert (len(first), len(second)) == (3, 3)
     assert first[0] == second[0]
     assert not set(first[1:]) & set(second[1:])
+
+
+def test_mooncake_has_only_lines_that_simulate_accepts(tmp_path: Path) -> None:
+    """An answer may have no tokens but the one that ends it. A failed request may have none."""
+    begun_ns = minute_ago_ns()
+    tokenized = (1, E.TOKENIZED, 100, 0, "")
+    empty: Events = [BEGUN[0], tokenized, (3, E.LAST_TOKEN, 0, 0, "stop")]
+    failed: Events = [BEGUN[0], tokenized, (3, E.FINISHED, 503, 0, "no_instances")]
+    processes = [
+        process("frontend", events, key=key, begun_ns=begun_ns)
+        for key, events in enumerate((empty, failed), start=1)
+    ]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(mooncake(list(Recordings(processes).requests.values()))))
+    assert [arrival.output_tokens for arrival in read_trace(trace)] == [1]
 
 
 def test_requests_of_an_earlier_boot_come_first() -> None:
