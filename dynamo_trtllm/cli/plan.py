@@ -130,28 +130,45 @@ def recommendation(
     """Yield sentences: what to choose, where a split begins to pay, and how sure that is."""
     name = config.decide_by
     at_rate = [cell for cell in cells if cell.rate == chosen.rate]
-    aggregated = next(cell for cell in at_rate if not cell.topology.is_disaggregated)
+    is_only = len(at_rate) == 1
     figure = chosen.goodput[name]
-    share = 100 * chosen.attainment[name].mean
-    if not chosen.topology.is_disaggregated:
+    if is_only:
+        yield f"{chosen.topology} is the only topology: a split needs GPUs for two workers."
+    elif not figure.mean:
+        yield f"At {chosen.rate:g} requests/s, no topology keeps the limits for any request."
+    elif not chosen.topology.is_disaggregated:
         yield f"Do not disaggregate at {chosen.rate:g} requests/s: {chosen.topology} is the best."
     else:
         yield f"Disaggregate at {chosen.rate:g} requests/s: {chosen.topology} is the best."
-    yield f"It keeps {share:.0f} % of the requests within the limits ({figure.mean:.2f}/s per GPU)."
-    yield _error_sentence(chosen, constants, name)
-    others = [cell for cell in at_rate if cell is not chosen]
-    if others:
-        second = best(others, name)
-        if second.goodput[name].high >= figure.low:
-            yield f"{second.topology} is no worse within the range of the simulations."
-    if chosen.topology.is_disaggregated and aggregated.goodput[name].high >= figure.low:
-        yield "Aggregated workers are simpler, and not clearly worse here."
+    if not figure.mean:
+        kept = "It keeps the limits for no request. " if is_only else ""
+        yield f"{kept}Use more GPUs (--gpus), a lower --rate or longer limits."
+    else:
+        share = f"{100 * chosen.attainment[name].mean:.0f} %"
+        yield f"It keeps {share} of the requests within the limits ({figure.mean:.2f}/s per GPU)."
+        yield _error_sentence(chosen, constants, name)
+        yield from _comparable(at_rate, chosen, name)
+    if is_only:
+        return
     for definition in chosen.goodput:
         rate = crossover(cells, definition)
         if rate is None:
             yield f"By {definition}, no split is clearly better than aggregated workers."
         else:
             yield f"By {definition}, a split is clearly better from {rate:g} requests/s on."
+
+
+def _comparable(at_rate: Sequence[Cell], chosen: Cell, name: str) -> Iterator[str]:
+    """Yield which other topologies are no worse within the range of the simulations."""
+    least = chosen.goodput[name].low
+    others = [cell for cell in at_rate if cell is not chosen]
+    if others:
+        second = best(others, name)
+        if second.goodput[name].high >= least:
+            yield f"{second.topology} is no worse within the range of the simulations."
+    aggregated = next(cell for cell in at_rate if not cell.topology.is_disaggregated)
+    if chosen.topology.is_disaggregated and aggregated.goodput[name].high >= least:
+        yield "Aggregated workers are simpler, and not clearly worse here."
 
 
 def _error_sentence(chosen: Cell, constants: Constants, name: str) -> str:

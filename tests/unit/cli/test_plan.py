@@ -139,6 +139,31 @@ def test_plan_says_when_not_to_disaggregate(run: Callable[[str], str]) -> None:
     assert "Do not disaggregate at 4 requests/s: 2A is the best." in text
 
 
+def test_plan_for_one_worker_compares_nothing(run: Callable[[str], str]) -> None:
+    text = run(f"{PLAN} --gpus 1")
+    assert "1A is the only topology: a split needs GPUs for two workers." in text
+    assert "% of the requests within the limits" in text
+    assert "isaggregate at" not in text
+    assert "clearly better" not in text
+
+
+@pytest.mark.parametrize(
+    ("gpus", "problem"),
+    [
+        (1, "It keeps the limits for no request."),
+        (2, "At 4 requests/s, no topology keeps the limits for any request."),
+    ],
+)
+def test_plan_in_which_nothing_keeps_the_limits_recommends_nothing(
+    run: Callable[[str], str], gpus: int, problem: str
+) -> None:
+    text = run(f"{PLAN} --gpus {gpus} --ttft-ms 1")
+    assert problem in text
+    assert "Use more GPUs (--gpus), a lower --rate or longer limits." in text
+    assert "is the best" not in text
+    assert "It keeps 0 %" not in text
+
+
 def plan_gpt_oss(engine: str, by: str, folder: Path, *more_words: str) -> None:
     """Plan with the constants of the package, and write files to a folder."""
     words = f"openai/gpt-oss-120b --engine {engine} --gpu h200 --gpus 2 --shape 8192/64 --rate 2"
