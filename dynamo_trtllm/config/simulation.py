@@ -60,7 +60,7 @@ class ProfileConfig(HttpClientConfig):
     """Write the constants that `simulate` and `plan` need, from what a running worker has learned.
 
     Every worker learns how long its steps take. With --frontend-url, this command sends loads to
-    the worker for --seconds: prompts of all lengths up to a full step, 1 to 256 at a time.
+    the worker for --seconds: prompts of all lengths up to a full step, 1 to 252 at a time.
     Otherwise, the worker must have had loads of your shapes, at low and high rates. An aggregated
     worker learns both kinds of steps; it must be the only worker of its model.
 
