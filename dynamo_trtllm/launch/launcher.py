@@ -26,6 +26,7 @@ from dynamo_trtllm.launch.plan import (
 )
 from dynamo_trtllm.launch.process_output import ProcessOutput, next_line
 from dynamo_trtllm.launch.running_deployments import LaunchRecord, ProcessRecord, recorded
+from dynamo_trtllm.launch.secret_files import SecretFiles
 from dynamo_trtllm.launch.servers import (
     JETSTREAM,
     LocalServer,
@@ -200,6 +201,7 @@ class Launcher:
         self.output.on_failure(self._supervisor.stop)
         self.record = LaunchRecord(pid=os.getpid(), namespace=self.deployment.namespace)
         self._write_record: Callable[[], None]  # set by `run`
+        self._secret_files: SecretFiles  # set by `run`
 
     async def run(self, on_ready: OnReady) -> None:
         """Run the deployment until SIGINT or SIGTERM, or until `on_ready` returns True.
@@ -228,7 +230,8 @@ class Launcher:
         services = self.deployment.services
         etcd_address = services.etcd
         nats_address = services.nats
-        users = self._make_users(folder) if self._own_servers else None
+        files = self._secret_files = SecretFiles(folder)
+        users = self._make_users(files) if self._own_servers else None
         if etcd_address == START:
             etcd_address = await self._start_server("etcd", partial(start_etcd, folder / "etcd"))
             await _set_up_etcd(users, etcd_address)
@@ -240,7 +243,7 @@ class Launcher:
         self._environ[ADDRESS_VARIABLES["nats"]] = nats_address
         self.record.etcd = etcd_address
         self.record.nats = nats_address
-        self._give_transfer_key(folder)
+        self._give_transfer_key(files)
         self._write_record()
         for spec in self.specs:
             self._supervisor.keep(
@@ -254,20 +257,22 @@ class Launcher:
         if is_done:
             self._supervisor.stop()
 
-    def _make_users(self, folder: Path) -> PasswordFolder:
+    def _make_users(self, files: SecretFiles) -> PasswordFolder:
         """Make random users for the servers that this launcher starts, and pass them on."""
         # Imported here, because it loads the clients of etcd and NATS.
-        from dynamo_trtllm.launch.server_users import PasswordFolder, users_of, write_private
+        from dynamo_trtllm.launch.server_users import PasswordFolder, users_of
 
-        users = PasswordFolder(folder, users_of(self.deployment.namespace, self.specs))
-        write_private(folder / _NATS_USERS, users.nats_configuration())
+        users = PasswordFolder(files.folder, users_of(self.deployment.namespace, self.specs))
+        for path in users.files:
+            files.keep(path)
+        files.write(_NATS_USERS, users.nats_configuration())
         for name in self._own_servers:
             path = str(users.credentials_files)
             self._environ[f"{ENV_PREFIX}{name.upper()}_CREDENTIALS_FILE"] = path
             setattr(self.record, f"{name}_credentials_file", path)
         return users
 
-    def _give_transfer_key(self, folder: Path) -> None:
+    def _give_transfer_key(self, files: SecretFiles) -> None:
         """Give the workers a random key of KV transfers.
 
         The workers get no such key if the environment names a file of keys. They get none either if
@@ -276,10 +281,7 @@ class Launcher:
         """
         is_alone = set(self._own_servers) == {"etcd", "nats"}
         if is_alone and _KEY_FILE_VARIABLE not in self._environ:
-            key_file = folder / "kv-transfer-keys"
-            # The folder is readable by its user only, and so is the file.
-            key_file.touch(mode=0o600)
-            key_file.write_text(secrets.token_hex(_KEY_BYTES))
+            key_file = files.write("kv-transfer-keys", secrets.token_hex(_KEY_BYTES))
             self._environ[_KEY_FILE_VARIABLE] = str(key_file)
 
     async def _start_server(
@@ -295,6 +297,7 @@ class Launcher:
         async def running() -> AsyncIterator[LocalServer]:
             nonlocal start
             began = time.monotonic()
+            self._secret_files.restore()
             server = await start()
             # The next run has the port and the data of this run.
             start = server.restart
@@ -311,6 +314,7 @@ class Launcher:
     async def _running(self, spec: ProcessSpec) -> AsyncIterator[ManagedProcess]:
         """Start a process and wait in the background until it is ready."""
         began = time.monotonic()
+        self._secret_files.restore()
         on_line = partial(self.output.line, spec.name)
         port_context = nullcontext(spec.port) if spec.port else reserved_ports(1, spec.host)
         with port_context as port:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
@@ -24,7 +23,8 @@ from dynamo_trtllm.cluster.roles import (
 )
 from dynamo_trtllm.config.config_base import ROLE_IN_PATH, ConnectionConfig
 from dynamo_trtllm.launch.plan import ProcessSpec
-from dynamo_trtllm.protocol.errors import ConfigError, Unreachable
+from dynamo_trtllm.launch.secret_files import write_private
+from dynamo_trtllm.protocol.errors import Unreachable
 
 _PASSWORD_BYTES: Final = 20
 _SUFFIX: Final = ".credentials"
@@ -47,6 +47,7 @@ class PasswordFolder:
     ) -> None:
         self.users = users
         self.passwords: dict[str, str] = {}
+        self.files: list[Path] = []
         # The value of --etcd-credentials-file and --nats-credentials-file of every process.
         self.credentials_files = folder / f"{ROLE_IN_PATH}{_SUFFIX}"
         names = [user.name for user in users]
@@ -54,6 +55,7 @@ class PasswordFolder:
             names.append(ROOT)
         for name in names:
             path = folder / f"{name}{_SUFFIX}"
+            self.files.append(path)
             if not path.exists():
                 write_private(path, f"{name}:{secrets.token_hex(_PASSWORD_BYTES)}\n")
             credentials = CredentialsFile(path, "credentials_folder").current()
@@ -106,19 +108,3 @@ async def set_up_etcd(
                 await asyncio.sleep(next(delays))
             else:
                 return
-
-
-def write_private(path: Path, text: str) -> None:
-    """Write a file that only its user may read.
-
-    Raises:
-        ConfigError: the file can't be written.
-    """
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as exc:
-        raise ConfigError(
-            f"{path} can't be written: {exc.strerror or exc}; free space, or use another folder"
-        ) from exc

@@ -6,6 +6,7 @@ The module also creates scratch folders, which are deleted even if this process 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import os
 import shutil
@@ -118,7 +119,7 @@ def scratch_folder(prefix: str) -> Iterator[Path]:
             f"no temporary folder can be created: {exc}; free space, or set TMPDIR to another"
             " folder"
         ) from exc
-    with temporary as folder:
+    with temporary as folder, _locked(folder):
         # The remover has its own process group, so that a Ctrl-C or a kill of the group of this
         # process does not end it.
         remover = subprocess.Popen(
@@ -129,6 +130,19 @@ def scratch_folder(prefix: str) -> Iterator[Path]:
         finally:
             # This closes the input of the remover and waits for its end.
             remover.communicate()
+
+
+@contextmanager
+def _locked(folder: str) -> Iterator[None]:
+    """Hold a lock on a folder. With it, systemd-tmpfiles keeps the folder, however old it is."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        # Some file systems have no locks.
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 class Child:

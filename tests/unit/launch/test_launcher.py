@@ -18,6 +18,7 @@ from dynamo_trtllm.launch import launcher
 from dynamo_trtllm.launch.plan import with_settings
 from dynamo_trtllm.launch.process_output import ProcessOutput
 from dynamo_trtllm.launch.running_deployments import running_deployments
+from dynamo_trtllm.launch.secret_files import SecretFiles
 from dynamo_trtllm.launch.servers import NotYet, ReadyAnswer
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.support.network.listening import bind, listen
@@ -100,7 +101,7 @@ def test_launcher_makes_a_transfer_key_for_its_own_servers(
 ) -> None:
     of = deployment(WORKER).model_copy(update={"services": services})
     made = launcher.Launcher(of, [], ProcessOutput(io.StringIO(), []), environ)
-    made._give_transfer_key(tmp_path)
+    made._give_transfer_key(SecretFiles(tmp_path))
     given = made._environ.get(KEY_FILE)
     if not has_own_key:
         assert given == environ.get(KEY_FILE)
@@ -128,7 +129,7 @@ def test_launcher_makes_users_for_its_own_servers(
     given |= {"NATS_CA": "of other servers", "ETCD_AUTH_CA": "of other servers"}
     of = deployment(WORKER).model_copy(update={"services": services})
     made = launcher.Launcher(of, [], ProcessOutput(io.StringIO(), []), given)
-    made._make_users(tmp_path)
+    made._make_users(SecretFiles(tmp_path))
     for server, authority in (("ETCD", "ETCD_AUTH_CA"), ("NATS", "NATS_CA")):
         file = made._environ[f"DYN_TRTLLM_{server}_CREDENTIALS_FILE"]
         assert (file != "of other servers") == (server in own)

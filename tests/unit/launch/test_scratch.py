@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import stat
 import subprocess
 import sys
@@ -36,6 +38,16 @@ def test_folder_is_for_its_user_only(permissive_umask: None) -> None:
     """It has keys, and the data and logs of etcd and NATS."""
     with scratch_folder("scratch-test-") as folder:
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_folder_is_locked_so_that_systemd_tmpfiles_keeps_it_when_it_is_old() -> None:
+    with scratch_folder("scratch-test-") as folder:
+        cleaner = os.open(folder, os.O_RDONLY)
+        try:
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(cleaner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            os.close(cleaner)
 
 
 def test_folder_that_cannot_be_created_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
