@@ -183,7 +183,7 @@ async def test_worker_with_own_certificate_has_its_component_alone(
 
 @pytest.mark.parametrize("case", ["no certificate", "not its authority", "no TLS"])
 async def test_servers_reject_a_client_without_what_they_want(
-    secrets: Path, etcd: str, nats: str, case: str
+    secrets: Path, etcd: str, nats: str, case: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     good = settings(secrets, etcd, nats)
     kept = {
@@ -198,12 +198,27 @@ async def test_servers_reject_a_client_without_what_they_want(
     config = WorkerConfig(model_path="m", etcd_endpoints=etcd, nats_server=nats, **bad)
     discovery = EtcdDiscovery(config, start_timeout_s=0.5)
     try:
-        with pytest.raises(Unreachable):
+        hint = "its endpoints begin with https://" if case == "no TLS" else "check --etcd-ca, "
+        with pytest.raises(Unreachable, match=hint):
             await discovery.register(make_instance(4))
         with pytest.raises(Unreachable):
             await NatsPlane.connect(nats, access=NatsAccess.of(config), connect_timeout_s=0.5)
     finally:
         await discovery.aclose()
+    assert "ssl_transport_security" not in capfd.readouterr().err  # a log line of gRPC
+
+
+async def test_end_of_a_connection_with_tls_logs_no_warning_of_asyncio(
+    secrets: Path, etcd: str, nats: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = WorkerConfig(model_path="m", **settings(secrets, etcd, nats))
+    transport = NatsTransport(nats, access=NatsAccess.of(config))
+    await transport.connect(SOON_S)
+    reader = transport._client._transport._io_reader
+    assert reader._transport is not None
+    reader._transport.get_protocol().eof_received()
+    await transport.aclose()
+    assert "eof_received" not in caplog.text
 
 
 def test_health_check_of_compose_passes_with_users(secrets: Path, etcd: str) -> None:
@@ -224,7 +239,7 @@ async def test_password_is_not_sent_to_a_server_without_tls(
     credentials.chmod(0o600)
     address = nats_server.replace("nats://", "tls://")
     access = NatsAccess(credentials_file=credentials)
-    with pytest.raises(Unreachable, match="does not require TLS"):
+    with pytest.raises(Unreachable, match=r"^TLS with NATS at .* fails \(the server does not requ"):
         await NatsPlane.connect(address, access=access, connect_timeout_s=0.5)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -41,6 +42,14 @@ _OPTIONS = [
     # Without this, gRPC would send the calls to the proxy of $http_proxy, also those to 127.0.0.1.
     ("grpc.enable_http_proxy", 0),
 ]
+# Parts of the error texts of gRPC if TLS fails.
+_TLS_FAILED: Final = (
+    "Tls handshake failed",
+    "Handshake read failed",  # the server does not use TLS, or ended the handshake
+    "verification check failed",  # the name in the certificate is another one
+)
+# gRPC's error text if an http:// endpoint uses TLS. It has other causes, too.
+_CLOSED_AT_ONCE: Final = "failed to connect to all addresses; last error: UNAVAILABLE: "
 # Parts of the error texts of etcd.
 _NO_USERS: Final = "authentication is not enabled"
 _TOKEN_REJECTED: Final = (
@@ -71,8 +80,8 @@ def channel_credentials(config: ConnectionConfig) -> grpc.ChannelCredentials | N
     """Return TLS credentials for https:// endpoints, or None for http:// ones.
 
     Raises:
-        ConfigError: only some endpoints are https://, or the files are incomplete, unreadable or
-            not needed.
+        ConfigError: only some endpoints are https://, or the files are incomplete, unreadable, no
+            certificates and keys, or not needed.
     """
     schemes = {part.strip().startswith("https://") for part in config.etcd_endpoints.split(",")}
     if len(schemes) > 1:
@@ -94,11 +103,40 @@ def channel_credentials(config: ConnectionConfig) -> grpc.ChannelCredentials | N
         raise ConfigError(
             "only one of --etcd-cert and --etcd-key is set; set both", field="etcd_cert"
         )
+    authority = _pem(config, "etcd_ca")
+    key = _pem(config, "etcd_key")
+    certificate = _pem(config, "etcd_cert")
+    _check_pem(config)
     return grpc.ssl_channel_credentials(
-        root_certificates=_pem(config, "etcd_ca"),
-        private_key=_pem(config, "etcd_key"),
-        certificate_chain=_pem(config, "etcd_cert"),
+        root_certificates=authority, private_key=key, certificate_chain=certificate
     )
+
+
+def _check_pem(config: ConnectionConfig) -> None:
+    """Raise ConfigError if a file is not in PEM form, or if key and certificate do not fit.
+
+    gRPC would only say that it failed to create a handshaker, at each connection.
+    """
+
+    def no_passphrase() -> str:
+        """Reject an encrypted key, for which OpenSSL would ask on the terminal and wait."""
+        raise OSError("the key has a passphrase; remove it with openssl pkey")
+
+    authority = config.file_of_role(config.etcd_ca)
+    certificate = config.file_of_role(config.etcd_cert)
+    key = config.file_of_role(config.etcd_key)
+    named = [f"--etcd-ca {authority}"] if authority else []
+    try:
+        context = ssl.create_default_context(cafile=authority)
+        if certificate and key:
+            named = [f"--etcd-cert {certificate} and --etcd-key {key}"]
+            context.load_cert_chain(certificate, key, password=no_passphrase)
+    except OSError as exc:
+        raise ConfigError(
+            f"{' '.join(named)} can't be used: {exc.strerror or exc}; check that they are PEM"
+            " files, and that the key is that of the certificate",
+            field="etcd_cert" if certificate else "etcd_ca",
+        ) from exc
 
 
 def _pem(config: ConnectionConfig, field: str) -> bytes | None:
@@ -150,6 +188,10 @@ class EtcdConnection:
         # All channels, including those with former certificates.
         self._channels: list[grpc.aio.Channel] = []
         self._calls: list[EtcdCalls] = []
+        # Endpoints with which TLS failed, with the error. A name can have several addresses, as
+        # `localhost` has. gRPC names the error of one of them, so each error is kept until a call
+        # succeeds.
+        self._tls_failures: dict[int, str] = {}
         self._problem = ""  # why changed certificates could not be read; "": they are in use
         self._read_versions = _file_versions(config)
         self._open_channels()
@@ -193,6 +235,7 @@ class EtcdConnection:
         try:
             yield _Call(etcd, await self._metadata(etcd))
             self.answered = True
+            self._tls_failures.pop(index, None)
         except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as exc:
             # Another call may have changed to the next endpoint already.
             if index == self._current:
@@ -257,11 +300,23 @@ class EtcdConnection:
         if index is None:
             index = self._current
         address = self.addresses[index]
-        text = (
+        if any(text in reason for text in _TLS_FAILED):
+            self._tls_failures[index] = reason
+        if index in self._tls_failures:
+            return Unreachable(
+                f"TLS with etcd at {address} fails ({self._tls_failures[index]}); check --etcd-ca,"
+                " --etcd-cert and --etcd-key, the certificate of etcd, and that etcd uses TLS",
+                field="etcd_ca",
+            )
+        uses_tls = self._config.etcd_endpoints.strip().startswith("https://")
+        hint = ""
+        if _CLOSED_AT_ONCE in reason and not uses_tls:
+            hint = "; if etcd uses TLS, its endpoints begin with https://"
+        return Unreachable(
             f"etcd at {address} did not answer ({reason}); check --etcd-endpoints and that etcd"
-            " runs"
+            f" runs{hint}",
+            field="etcd_endpoints",
         )
-        return Unreachable(text, field="etcd_endpoints")
 
     def _reopen_if_changed(self) -> None:
         """Open new channels if a certificate has changed, because gRPC reads certificates once.

@@ -146,9 +146,10 @@ class NatsClient(Client):
             if access.ca is not None or access.cert is not None:
                 access.tls_context()
         except OSError as exc:
+            files = {"ca": access.ca, "cert": access.cert, "key": access.key}
+            named = ", ".join(f"--nats-{name} {path}" for name, path in files.items() if path)
             raise ConfigError(
-                f"--nats-ca {access.ca}, --nats-cert {access.cert} or --nats-key {access.key} can't"
-                f" be used: {exc.strerror or exc}; check that they are PEM files",
+                f"{named} can't be used: {exc.strerror or exc}; check that they are PEM files",
                 field="nats_ca",
             ) from exc
 
@@ -185,7 +186,21 @@ class NatsClient(Client):
                 wait_s = self.options["reconnect_time_wait"]
                 self.options["reconnect_time_wait"] = min(2 * wait_s, _MAX_REJECTED_S)
             raise
+        self._finish_tls()
         self.options["reconnect_time_wait"] = _RECONNECT_S
+
+    def _finish_tls(self) -> None:
+        """Give the reader of a connection with TLS its transport, which nats-py 2.16 leaves out.
+
+        Without it, asyncio logs a warning when the server ends the connection, and the reader can't
+        pause the server, however much data it has.
+        """
+        transport = self._transport
+        if not isinstance(transport, TcpTransport) or transport._io_writer is None:
+            return
+        if transport._io_writer is not transport._bare_io_writer:
+            writing = transport._io_writer.transport
+            writing.get_protocol().connection_made(writing)
 
     def _user(self) -> str:
         """Read the file, and return the user. The client calls this before `_password`."""
@@ -207,8 +222,9 @@ class NatsClient(Client):
         address. So this raises an error in that case.
         """
         if self.requires_tls and not self._server_info.get("tls_required"):
-            raise nats_errors.Error(
-                "nats: the server does not require TLS; configure it, or use a nats:// address"
+            raise ssl.SSLError(
+                ssl.SSLErrorNumber.SSL_ERROR_SSL,
+                "the server does not require TLS; configure it, or use a nats:// address",
             )
         return super()._connect_command()
 
