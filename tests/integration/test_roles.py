@@ -10,7 +10,7 @@ import asyncio
 import gc
 import warnings
 from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -550,6 +550,20 @@ async def test_registration_outlives_a_changed_password_of_etcd(own_servers: Ser
     finally:
         await worker.aclose()
         await tool.aclose()
+
+
+async def test_etcd_without_its_data_does_not_lock_out_a_user(own_servers: Servers) -> None:
+    """The user's token names a change that this etcd has not reached, and etcd waits for it."""
+    tool = EtcdStore(ConnectionConfig(**own_servers.settings()))
+    async with aclosing(tool):
+        await tool.read_all("v1/instances/dynamo/")
+        own_servers.etcd.stop()
+        own_servers.etcd.lose_data()
+        own_servers.etcd.start()
+        for _ in range(2):  # connects again, and finds that the token is no longer valid
+            with suppress(Unreachable):
+                await tool.read_all("v1/instances/dynamo/")
+        assert not (await tool.read_all("v1/instances/dynamo/")).records
 
 
 async def test_setting_up_users_again_narrows_their_permissions(tmp_path: Path) -> None:

@@ -215,7 +215,7 @@ class EtcdConnection:
         try:
             async with self.attempt() as (etcd, metadata):
                 return await getattr(etcd, name)(request, timeout=CALL_TIMEOUT_S, metadata=metadata)
-        except Unreachable:
+        except UserRejected:
             was_token_rejected = token_before is not None and self._token is None
             if not was_token_rejected:
                 raise
@@ -276,7 +276,11 @@ class EtcdConnection:
             return self.unreachable(index, str(error))
         details = error.details() or ""
         reason = f"{error.code().name}: {details}"
-        if any(text in details for text in _TOKEN_REJECTED):
+        # A token names the change of etcd's data at which it was made. An etcd that has lost its
+        # data, or has older ones of a backup, waits for this change and never answers. So the next
+        # call logs in again.
+        has_no_answer = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        if has_no_answer or any(text in details for text in _TOKEN_REJECTED):
             self._token = None
         if not any(text in details for text in _USER_REJECTED):
             return self.unreachable(index, reason)
