@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
@@ -14,6 +14,7 @@ from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.http.app import build_app
 from dynamo_trtllm.frontend.responses_api.jetstream import JetStreamStore
 from dynamo_trtllm.frontend.responses_api.key_value_store import StoreLimits
+from dynamo_trtllm.protocol.errors import Unreachable
 from tests.kit.frontend_app import CALL, MODEL, REASONING, FakeFrontend, chunk, front, stop
 from tests.kit.memory_http import asgi
 from tests.kit.servers import TestServer
@@ -125,3 +126,10 @@ async def test_unavailable_store_gives_retry_after_on_lookup(
     assert going_on.status_code == 503
     await here.client.aclose()
     await here.store.aclose()
+
+
+async def test_bucket_that_storage_has_no_space_for_says_what_to_do(nats_server: str) -> None:
+    """The launcher's nats-server on a full disk says the same."""
+    limits = replace(LIMITS, max_bytes=1 << 60)
+    with pytest.raises(Unreachable, match=r"insufficient storage .* lower --response-store-bytes$"):
+        await JetStreamStore.connect(nats_server, secrets.token_hex(4), limits)

@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S: Final = 5.0
 # Longest wait for one call. A response waits this long if JetStream is unavailable.
 _TIMEOUT_S: Final = 2.0
+_NO_STORAGE: Final = 10047  # code of nats-server's error: insufficient storage resources available
 _HEADROOM_BYTES: Final = 4096  # part of a message for subject and headers
 _COUNT: Final = struct.Struct("<I")  # header of the first chunk: the number of further chunks
 
@@ -212,6 +213,12 @@ async def _connected(
             await close_client(client)
     except (nats_errors.Error, OSError, TimeoutError) as exc:
         reason = str(exc) or type(exc).__name__
+        if isinstance(exc, js_errors.APIError) and exc.err_code == _NO_STORAGE:
+            # NATS reserves the bytes of a bucket when it is created.
+            fix = (
+                "free space in the store_dir of nats-server, raise its max_file_store, or lower"
+                " --response-store-bytes"
+            )
         raise Unreachable(
             f"JetStream at {mask_address(url)} can't be used ({reason}); {fix}"
         ) from exc
