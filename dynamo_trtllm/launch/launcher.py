@@ -263,8 +263,8 @@ class Launcher:
         from dynamo_trtllm.launch.server_users import PasswordFolder, users_of
 
         users = PasswordFolder(files.folder, users_of(self.deployment.namespace, self.specs))
-        for path in users.files:
-            files.keep(path)
+        for credentials_file in users.files:
+            files.keep(credentials_file)
         files.write(_NATS_USERS, users.nats_configuration())
         for name in self._own_servers:
             path = str(users.credentials_files)

@@ -214,7 +214,8 @@ async def test_end_of_a_connection_with_tls_logs_no_warning_of_asyncio(
     config = WorkerConfig(model_path="m", **settings(secrets, etcd, nats))
     transport = NatsTransport(nats, access=NatsAccess.of(config))
     await transport.connect(SOON_S)
-    reader = transport._client._transport._io_reader
+    connected: Any = transport._client._transport
+    reader = connected._io_reader
     assert reader._transport is not None
     reader._transport.get_protocol().eof_received()
     await transport.aclose()

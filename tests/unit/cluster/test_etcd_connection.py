@@ -6,6 +6,7 @@ import errno
 import subprocess
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -60,12 +61,10 @@ async def test_certificates_are_read_when_their_problem_has_passed(
 
 
 @pytest.mark.parametrize("case", ["authority", "other key", "passphrase"])
-def test_files_that_are_no_certificates_are_an_error_at_the_start(
-    tmp_path: Path, case: str
-) -> None:
+def test_files_that_are_no_certificates_are_an_error(tmp_path: Path, case: str) -> None:
     """gRPC would say at each connection that it failed to create a handshaker, and no more."""
     files = make_certificate(tmp_path)
-    given = {"etcd_cert": files.certificate, "etcd_key": files.key}
+    given: dict[str, Any] = {"etcd_cert": files.certificate, "etcd_key": files.key}
     match = "^--etcd-cert .*/server.crt and --etcd-key .*/server.key can't be used: "
     if case == "authority":
         files.certificate.write_text("no certificate\n")

@@ -40,7 +40,7 @@ def test_folder_is_for_its_user_only(permissive_umask: None) -> None:
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-def test_folder_is_locked_so_that_systemd_tmpfiles_keeps_it_when_it_is_old() -> None:
+def test_folder_is_locked_so_that_systemd_tmpfiles_keeps_it() -> None:
     with scratch_folder("scratch-test-") as folder:
         cleaner = os.open(folder, os.O_RDONLY)
         try:

@@ -63,7 +63,7 @@ def test_a_failed_write_leaves_no_half_written_file(
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_launcher_restores_the_files_before_a_process_starts_again() -> None:
+async def test_launcher_restores_the_files_before_a_restart() -> None:
     async with run_launcher(worker("w", "prefill_and_decode", [0])) as run:
         path = run.launcher._secret_files.write(_NAME, "worker:secret\n")
         path.unlink()
