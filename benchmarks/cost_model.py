@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import random
 import tempfile
@@ -173,9 +174,9 @@ class Bench:
         work = self._work(prompt_tokens)
         models = (("online", self.model), ("frozen", self.frozen))
         predictions = [
-            (how, model.predict_first_token(prompt_tokens, 0, work))
+            (how, model.first_token_s(prompt_tokens, 0, work), model.first_token)
             for how, model in models
-            if model is not None
+            if model is not None and model.first_token is not None
         ]
         ended = asyncio.get_running_loop().create_future()
 
@@ -194,10 +195,10 @@ class Bench:
         taken_s = first_s - begun_s
         call = {"seconds": taken_s, "prompt_tokens": prompt_tokens, "work": work._asdict()}
         self.samples.append({"loads": self.prefix, "call": call})
-        for how, predicted in predictions:
-            if predicted is not None:
-                within = predicted.low_s <= taken_s <= predicted.high_s
-                judged = Judged(abs(predicted.seconds / taken_s - 1), within)
+        for how, predicted_s, fit in predictions:
+            if math.isfinite(predicted_s):
+                within = fit.low * predicted_s <= taken_s <= fit.high * predicted_s
+                judged = Judged(abs(predicted_s / taken_s - 1), within)
                 self.judged[f"{self.prefix} first_token {how}"].append(judged)
 
     def _work(self, prompt_tokens: int) -> EngineWork:

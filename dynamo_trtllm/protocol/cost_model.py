@@ -52,6 +52,9 @@ PREFILL_TERMS: Final = (
     "attention_mi",
 )
 FIRST_TOKEN_TERMS: Final = ("call", "prompt_ki", "running_step", "steps")
+# The assumption until first tokens were measured: a call waits for half of the running step, and
+# for all steps after it.
+FIRST_TOKEN_PRIOR: Final = (0.0, 0.0, 0.5, 1.0)
 KV_TRANSFER_TERMS: Final = ("call", "prompt_ki", "others_ki")
 
 
@@ -279,25 +282,6 @@ def linear_prefill_fit(
     return prior_fit((base_s, *slopes, request_s, 1024 * context_token_s, 0.0))
 
 
-class Prediction(NamedTuple):
-    """A predicted time in seconds.
-
-    Nine of ten measured times are expected between `low_s` and `high_s`.
-    """
-
-    seconds: float
-    low_s: float
-    high_s: float
-
-    @classmethod
-    def of(cls, fit: Fit, features: Features) -> Prediction | None:
-        """Return the prediction of a fit. None: the time is not finite."""
-        seconds = fit.predict(features)
-        if not math.isfinite(seconds):
-            return None
-        return cls(seconds, seconds * fit.low, seconds * fit.high)
-
-
 class EngineWork(NamedTuple):
     """The load of an engine when a request arrives."""
 
@@ -407,22 +391,11 @@ class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
         attention_s = fit.coefficients[-1] * attention_pairs * _PER_MI
         return running_s, seconds + attention_s
 
-    def predict_first_token(
-        self, new_tokens: int, cached_tokens: int, work: EngineWork
-    ) -> Prediction | None:
-        """Predict the time of a prefill or aggregated call until its first token.
-
-        It includes the time in the queue.
-        """
-        predicted = self.prefill_steps_s(new_tokens, cached_tokens, work)
-        if predicted is None or self.first_token is None:
-            return None
-        running_s, steps_s = predicted
-        features = first_token_features(new_tokens, running_s, steps_s)
-        return Prediction.of(self.first_token, features)
-
     def first_token_s(self, new_tokens: int, cached_tokens: int, work: EngineWork) -> float:
-        """Return what `predict_first_token` predicts, without its bounds. Infinity: not known."""
+        """Return the predicted time of a prefill or aggregated call until its first token.
+
+        It includes the time in the queue. Infinity: not known.
+        """
         predicted = self.prefill_steps_s(new_tokens, cached_tokens, work)
         if predicted is None or self.first_token is None:
             return math.inf

@@ -22,6 +22,7 @@ import msgspec
 
 from dynamo_trtllm.protocol.cost_model import (
     DECODE_SEGMENTS,
+    FIRST_TOKEN_PRIOR,
     PREFILL_SEGMENTS,
     CostModel,
     EngineWork,
@@ -410,8 +411,6 @@ class CallSample(NamedTuple):
 
 _LEARN_EVERY_S = 1.0
 _MAX_CALLS = 256  # newest calls that are kept until the model learns from them
-# A call waits for half of the running step, and for all steps after it: see `FIRST_TOKEN_TERMS`.
-_FIRST_TOKEN_PRIOR = (0.0, 0.0, 0.5, 1.0)
 
 
 def _ignore_outcome(name: str, ratio: float, is_covered: bool) -> None:
@@ -458,7 +457,7 @@ class CostFit:
             PREFILL_SEGMENTS,
             can_change=True,
         )
-        self.first_token = RobustFit(partial(on_outcome, "first_token"), _FIRST_TOKEN_PRIOR)
+        self.first_token = RobustFit(partial(on_outcome, "first_token"), FIRST_TOKEN_PRIOR)
         self.kv_transfer = RobustFit(
             partial(on_outcome, "kv_transfer"),
             None if prior.kv_transfer is None else prior.kv_transfer.coefficients,

@@ -10,6 +10,7 @@ from typing import Final
 
 from dynamo_trtllm.frontend.routing.worker_load import STALE_S, InstanceLoad
 from dynamo_trtllm.protocol.cost_model import (
+    FIRST_TOKEN_PRIOR,
     CostModel,
     EngineWork,
     decode_step_s,
@@ -25,9 +26,7 @@ _ELASTIC: Final = Role.ELASTIC
 # assumed to compute this many prompts, too: while one is computed, another may arrive for the next
 # step.
 _PROMPTS_OF_STEP: Final = 2
-# The assumption until first tokens were measured: a call waits for half of the running step, and
-# for all steps after it.
-_PRIOR: Final = CostModel(first_token=prior_fit((0.0, 0.0, 0.5, 1.0)))
+_PRIOR: Final = CostModel(first_token=prior_fit(FIRST_TOKEN_PRIOR))
 
 
 class WorkerForecast:

@@ -175,10 +175,12 @@ def test_queued_calls_predict_the_first_token(scheduled_steps: int) -> None:
         took_s = 0.005 + 0.01 * (wait_steps + -(-(queued - running + tokens) // 100))
         fit.take([], [CallSample(took_s, tokens, 0, EngineWork(0, 0, queued))])
     for queued, steps in ((0, 3), (100, 3.5 + scheduled_steps), (800, 10.5 + scheduled_steps)):
-        predicted = fit.model.predict_first_token(250, 0, EngineWork(0, 0, queued))
-        assert predicted is not None
-        assert predicted.seconds == pytest.approx(0.005 + 0.01 * steps, rel=0.08)
-        assert predicted.low_s < 0.005 + 0.01 * steps < predicted.high_s
+        first_token = fit.model.first_token
+        assert first_token is not None
+        predicted_s = fit.model.first_token_s(250, 0, EngineWork(0, 0, queued))
+        took_s = 0.005 + 0.01 * steps
+        assert predicted_s == pytest.approx(took_s, rel=0.08)
+        assert first_token.low * predicted_s < took_s < first_token.high * predicted_s
 
 
 def test_fetching_calls_predict_time_from_the_prompt() -> None:
