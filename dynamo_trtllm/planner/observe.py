@@ -12,8 +12,7 @@ from typing import Final, NamedTuple
 
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.frontend.routing.pairs import pairing_key
-from dynamo_trtllm.frontend.routing.worker_forecast import is_fresh, known_cost
-from dynamo_trtllm.frontend.routing.worker_load import STALE_S, ClusterLoad
+from dynamo_trtllm.frontend.routing.worker_load import STALE_S, ClusterLoad, cost_of_equals
 from dynamo_trtllm.planner.decide import (
     DECODE_ONLY,
     GROWTH_S,
@@ -271,7 +270,7 @@ class Observer:
         return Observation(
             at_s=now,
             workers=workers,
-            cost=known_cost(self._loads.get(id_) for id_ in fresh),
+            cost=cost_of_equals(self._loads.get(id_) for id_ in fresh),
             prompts_per_s=arrived_prompts / seconds,
             prompt_tokens=prompt_tokens,
             queue=queue,
@@ -311,7 +310,7 @@ class Observer:
                 streams += work.queued_requests
             context = work.context_tokens
             queued = report.queued_prefill_tokens
-        has_fresh_report = is_fresh(load, now) and not is_silent
+        has_fresh_report = load.is_fresh(now) and not is_silent
         window = self._windows.get(instance.id)
         means = _Means() if window is None else window.means(now)
         return WorkerState(

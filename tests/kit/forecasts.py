@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from dynamo_trtllm.frontend.routing.worker_forecast import (
-    WorkerForecast,
-    complete,
-    is_fresh,
-    known_cost,
-)
-from dynamo_trtllm.frontend.routing.worker_load import InstanceLoad
+from dynamo_trtllm.frontend.routing.worker_forecast import WorkerForecast
+from dynamo_trtllm.frontend.routing.worker_load import InstanceLoad, cost_of_equals
 from dynamo_trtllm.protocol.messages import Instance
 
 
@@ -16,10 +11,10 @@ def predicted_times(
     load: InstanceLoad, instance: Instance, prompt_tokens: int = 7, now: float = 0.0
 ) -> list[float]:
     """Return the predicted times in seconds; empty: they are not known."""
-    known = known_cost([load])
-    if known is None or not is_fresh(load, now):
+    known = cost_of_equals([load])
+    if known is None or not load.is_fresh(now):
         return []
-    forecast = WorkerForecast(instance, load, complete(load, known), prompt_tokens, 0)
+    forecast = WorkerForecast(instance, load, load.completed_cost(known), prompt_tokens, 0)
     return [
         forecast.first_token_s(),
         forecast.prompt_gap_s(),

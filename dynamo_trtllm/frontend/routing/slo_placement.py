@@ -28,12 +28,8 @@ from dynamo_trtllm.frontend.routing.prefix_index import (
     PrefixOverlaps,
     PromptHashes,
 )
-from dynamo_trtllm.frontend.routing.worker_forecast import (
-    WorkerForecast,
-    complete,
-    is_fresh,
-    known_cost,
-)
+from dynamo_trtllm.frontend.routing.worker_forecast import WorkerForecast
+from dynamo_trtllm.frontend.routing.worker_load import cost_of_equals
 from dynamo_trtllm.protocol.errors import SloUnreachable
 from dynamo_trtllm.protocol.messages import GenerateRequest, Instance, Role
 
@@ -224,7 +220,7 @@ class SloPlacement(Placement):
         """
         loads = self.loads
         # The workers of one pairing key are equal, so the measurements of one hold for all.
-        shared_cost = known_cost(loads.get(id_) for by_id in compared for id_ in by_id)
+        shared_cost = cost_of_equals(loads.get(id_) for by_id in compared for id_ in by_id)
         if shared_cost is None:
             return None
         prompt_tokens = len(prompt.request.token_ids)
@@ -234,8 +230,8 @@ class SloPlacement(Placement):
             of_role: list[WorkerForecast] = []
             for (instance_id, instance), cached_tokens in zip(by_id.items(), cached, strict=True):
                 load = loads.get(instance_id)
-                if is_fresh(load, now):
-                    cost = complete(load, shared_cost)
+                if load.is_fresh(now):
+                    cost = load.completed_cost(shared_cost)
                     credited_tokens = int(self.overlap_credit * cached_tokens)
                     forecast = WorkerForecast(
                         instance,

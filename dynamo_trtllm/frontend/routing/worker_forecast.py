@@ -5,17 +5,14 @@ Callers pass the time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Final
 
-from dynamo_trtllm.frontend.routing.worker_load import STALE_S, InstanceLoad
+from dynamo_trtllm.frontend.routing.worker_load import InstanceLoad
 from dynamo_trtllm.protocol.cost_model import (
-    FIRST_TOKEN_PRIOR,
     CostModel,
     EngineWork,
     decode_step_s,
     mixed_step_s,
-    prior_fit,
 )
 from dynamo_trtllm.protocol.messages import Instance, Role
 
@@ -26,7 +23,6 @@ _ELASTIC: Final = Role.ELASTIC
 # assumed to compute this many prompts, too: while one is computed, another may arrive for the next
 # step.
 _PROMPTS_OF_STEP: Final = 2
-_PRIOR: Final = CostModel(first_token=prior_fit(FIRST_TOKEN_PRIOR))
 
 
 class WorkerForecast:
@@ -196,37 +192,3 @@ class WorkerForecast:
         used_tokens = report.kv_blocks_used * block_tokens + load.unseen_kv_tokens
         total_tokens = report.kv_blocks_total * block_tokens  # 0: not reported
         return total_tokens == 0 or used_tokens + self._prompt_tokens <= total_tokens
-
-
-def is_fresh(load: InstanceLoad, now: float) -> bool:
-    """Return whether an instance has reported its load lately. `now`: of a monotonic clock."""
-    return load.report is not None and now - load.reported_at <= STALE_S
-
-
-def known_cost(loads: Iterable[InstanceLoad]) -> CostModel | None:
-    """Return the cost model that equal instances have measured together.
-
-    A prefill worker measures no decode steps, and a decode worker no prompts, until they run
-    aggregated requests.
-
-    Returns:
-        None: none of them has measured one of the kinds of steps.
-    """
-    known = CostModel()
-    for load in loads:
-        if load.cost_suffices_alone:
-            return load.cost
-        if load.cost is not None:
-            known = known.completed_by(load.cost)
-            if known.suffices_alone:
-                return known
-    known = known.completed_by(_PRIOR)
-    return known if known.is_complete else None
-
-
-def complete(load: InstanceLoad, of_equals: CostModel) -> CostModel:
-    """Return the cost model of an instance; equal ones add what it has not measured."""
-    own = load.cost
-    if own is None:
-        return of_equals
-    return own if load.cost_suffices_alone else own.completed_by(of_equals)

@@ -7,13 +7,13 @@ pass the time.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from dynamo_trtllm.frontend.routing.pairs import WorkerSelection
 from dynamo_trtllm.frontend.routing.prefix_index import SentPrompt
-from dynamo_trtllm.protocol.cost_model import CostModel
+from dynamo_trtllm.protocol.cost_model import FIRST_TOKEN_PRIOR, CostModel, prior_fit
 from dynamo_trtllm.protocol.messages import GenerateRequest, Instance, LoadReport, Phase, Role
 
 STALE_S: Final = 25.0  # workers report at least every 10 s
@@ -132,6 +132,16 @@ class InstanceLoad:
         reported_tokens = 0 if self.report is None else self.report.queued_prefill_tokens
         return reported_tokens + self.unseen_prefill_tokens
 
+    def is_fresh(self, now: float) -> bool:
+        """Return whether the instance has reported lately. `now`: of a monotonic clock."""
+        return self.report is not None and now - self.reported_at <= STALE_S
+
+    def completed_cost(self, of_equals: CostModel) -> CostModel:
+        """Return the cost model of the instance; that of equal ones adds what it lacks."""
+        if self.cost is None:
+            return of_equals
+        return self.cost if self.cost_suffices_alone else self.cost.completed_by(of_equals)
+
     def place(
         self,
         prefill_tokens: int,
@@ -159,6 +169,28 @@ class InstanceLoad:
 
 
 _UNKNOWN = InstanceLoad()
+_PRIOR: Final = CostModel(first_token=prior_fit(FIRST_TOKEN_PRIOR))
+
+
+def cost_of_equals(loads: Iterable[InstanceLoad]) -> CostModel | None:
+    """Return the cost model that equal instances have measured together.
+
+    A prefill worker measures no decode steps, and a decode worker no prompts, until they run
+    aggregated requests.
+
+    Returns:
+        None: none of them has measured one of the kinds of steps.
+    """
+    known = CostModel()
+    for load in loads:
+        if load.cost_suffices_alone:
+            return load.cost
+        if load.cost is not None:
+            known = known.completed_by(load.cost)
+            if known.suffices_alone:
+                return known
+    known = known.completed_by(_PRIOR)
+    return known if known.is_complete else None
 
 
 class ClusterLoad:
