@@ -11,7 +11,7 @@ from dynamo_trtllm.frontend.routing.cost_placement import PlacedSelection
 from dynamo_trtllm.frontend.routing.pair_breakers import PairBreakers
 from dynamo_trtllm.frontend.routing.path_selection import ChosenPath
 from dynamo_trtllm.frontend.routing.prefix_index import PromptHashes
-from dynamo_trtllm.frontend.routing.slo_placement import PathSelection, SloPlacement
+from dynamo_trtllm.frontend.routing.slo_placement import SloPlacement, SloSelection
 from dynamo_trtllm.protocol.cost_model import (
     CostModel,
     linear_decode_fit,
@@ -111,7 +111,7 @@ def chosen(
     **options: Any,
 ) -> ChosenPath:
     selection = select(placement_of(loads), view, asked, **options)
-    assert isinstance(selection, PathSelection)
+    assert isinstance(selection, SloSelection)
     return selection.chosen
 
 

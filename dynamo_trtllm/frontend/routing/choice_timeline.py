@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from dynamo_trtllm.frontend.routing.cost_placement import Costs, CostSelection
 from dynamo_trtllm.frontend.routing.pairs import Pair, WorkerSelection
 from dynamo_trtllm.frontend.routing.path_selection import ChosenPath
-from dynamo_trtllm.frontend.routing.slo_placement import SLO_MODE, PathSelection
+from dynamo_trtllm.frontend.routing.slo_placement import SLO_MODE, SloSelection
 from dynamo_trtllm.frontend.routing.start_window import StartPlace
 from dynamo_trtllm.frontend.routing.suspects import Suspicion
 from dynamo_trtllm.observability.recorded_shares import PackedShares, packed_shares
@@ -137,7 +137,7 @@ class ChoiceTimeline:
         """
         self.chosen = None
         self.is_unpredicted = False
-        if not isinstance(selection, PathSelection):
+        if not isinstance(selection, SloSelection):
             self.is_unpredicted = mode == SLO_MODE
             return
         chosen = selection.chosen

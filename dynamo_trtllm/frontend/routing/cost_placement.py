@@ -38,6 +38,10 @@ from dynamo_trtllm.protocol.messages import GenerateRequest, Instance, Role
 #     compared workers                             8     4     2   round robin
 #     16 frontends                               615   432   325           291
 #     1 frontend, prompts of different lengths   469   564   735          1196
+#
+# With `--router-mode slo`, three were too few. In a measurement, one of four elastic workers had
+# all streams. Four of ten requests were not compared with this worker, so streams began at all
+# workers.
 MAX_COMPARED: Final = 4
 _MAX_BY_PREFIX = 2  # how many instances are compared because of their caches
 # An instance is penalized if its time per token is more than this multiple of that of the fastest
@@ -293,14 +297,13 @@ class Placement:
         instances: tuple[Instance, ...],
         overlaps: PrefixOverlaps | None,
         role: Role,
-        limit: int = MAX_COMPARED,
     ) -> dict[int, Instance]:
         """Return the instances to compare, by id.
 
-        Up to `limit` instances are all compared. Of more instances, those with the longest prefixes
-        are compared, and a few at random.
+        Up to MAX_COMPARED instances are all compared. Of more instances, those with the longest
+        prefixes are compared, and a few at random.
         """
-        if len(instances) <= limit:
+        if len(instances) <= MAX_COMPARED:
             return {instance.id: instance for instance in instances}
         chosen: dict[int, Instance] = {}
         if overlaps is not None:
@@ -321,7 +324,7 @@ class Placement:
                 if is_one_of_instances(instance_id):
                     chosen[instance_id] = by_id[instance_id]
         # An instance may be drawn twice. Then fewer instances are compared.
-        for _ in range(limit - len(chosen)):
+        for _ in range(MAX_COMPARED - len(chosen)):
             index = int(self._random() * len(instances))
             instance = instances[index]
             chosen[instance.id] = instance

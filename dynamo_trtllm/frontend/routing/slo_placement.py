@@ -35,10 +35,6 @@ from dynamo_trtllm.protocol.messages import GenerateRequest, Instance, Role
 
 log = logging.getLogger(__name__)
 
-# At most this many workers of a role are compared, because predicting times takes longer than
-# computing a cost. Three were too few in a measurement in which one of four elastic workers had all
-# streams: four of ten requests were not compared with this worker, so streams began at all workers.
-_MAX_COMPARED: Final = 4
 SLO_MODE: Final = "slo"  # the router mode
 # The roles in which workers are compared. `_choose` and `_forecasts` use this order.
 _ROLES: Final = (Role.PREFILL, Role.DECODE, Role.AGGREGATED)
@@ -48,7 +44,7 @@ _MIN_RETRY_S: Final = 1
 _MAX_RETRY_S: Final = 60
 
 
-class PathSelection(PlacedSelection, frozen=True):
+class SloSelection(PlacedSelection, frozen=True):
     """A selection by predicted times."""
 
     chosen: ChosenPath
@@ -130,7 +126,7 @@ class SloPlacement(Placement):
             return super().select(view, prompt, breakers, now, avoid=avoid)
         if self._rejects and may_reject and not chosen.meets_slo:
             raise _unreachable(chosen, limits)
-        return PathSelection(
+        return SloSelection(
             prefill=chosen.prefill,
             decode=chosen.decode,
             prompt=prompt,
@@ -174,7 +170,7 @@ class SloPlacement(Placement):
             # Aggregated workers have no pairing key. They are compared with the first group.
             aggregated = view.aggregated if group is groups[0] else ()
             compared = [
-                self._compared(view, instances, overlaps, role, _MAX_COMPARED)
+                self._compared(view, instances, overlaps, role)
                 for role, instances in zip(
                     _ROLES, (prefills, group.decode, aggregated), strict=True
                 )

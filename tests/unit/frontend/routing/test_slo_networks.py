@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.frontend.routing.path_selection import Path
-from dynamo_trtllm.frontend.routing.slo_placement import PathSelection
+from dynamo_trtllm.frontend.routing.slo_placement import SloSelection
 from dynamo_trtllm.protocol.cost_model import (
     prior_fit,
 )
@@ -111,11 +111,11 @@ def test_own_prompts_whose_kv_will_be_fetched_delay_the_next() -> None:
         assert selection is not None
         placement.start(selection, request(1024), 0.0)
     found = select(placement, PAIR_ONLY, request(500))
-    assert isinstance(found, PathSelection)
+    assert isinstance(found, SloSelection)
     # 10,240 tokens are computed in 1.1 s, and fetched in 1 s.
     assert found.chosen.ttft_s == pytest.approx(0.01 * 11 + 10_740 * 1e-4 + 0.005, rel=0.05)
     fetched_first = select(placement_of({PREFILL: {}}), PAIR_ONLY, request(500))
-    assert isinstance(fetched_first, PathSelection)
+    assert isinstance(fetched_first, SloSelection)
     assert fetched_first.chosen.ttft_s < 0.1
 
 
@@ -158,5 +158,5 @@ def test_time_of_a_transfer_is_taken_from_an_equal_worker() -> None:
     )
     placement = placement_of({DECODE: {"cost": lacking}})
     selection = select(placement, PAIR_ONLY)
-    assert isinstance(selection, PathSelection)
+    assert isinstance(selection, SloSelection)
     assert selection.chosen.ttft_s == pytest.approx(0.065)

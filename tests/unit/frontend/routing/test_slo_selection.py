@@ -14,7 +14,7 @@ from dynamo_trtllm.frontend.routing.cost_placement import CostSelection
 from dynamo_trtllm.frontend.routing.pair_breakers import BreakerLimits, PairBreakers
 from dynamo_trtllm.frontend.routing.path_selection import Path
 from dynamo_trtllm.frontend.routing.prefix_index import PromptHashes
-from dynamo_trtllm.frontend.routing.slo_placement import PathSelection
+from dynamo_trtllm.frontend.routing.slo_placement import SloSelection
 from dynamo_trtllm.frontend.routing.worker_load import STALE_S
 from dynamo_trtllm.protocol.cost_model import (
     CostModel,
@@ -138,7 +138,7 @@ def test_prompt_counted_twice_does_not_make_streams_late() -> None:
     busy = LoadReport(DECODE, 2, 20, 0, 500, 0, 1000, 0, COST)
     placement.loads.on_report(busy, 0.01)
     second = select(placement, view)
-    assert isinstance(second, PathSelection)
+    assert isinstance(second, SloSelection)
     assert second.chosen.path is Path.PREFILL_DECODE
     assert second.chosen.num_missed == 1
 
@@ -200,7 +200,7 @@ def test_first_stream_of_a_worker_is_the_last_resort() -> None:
     loads = {DECODE: {"num_generating": 20}, OTHER_DECODE: {"queued_prefill_tokens": 9000}}
     for seed in range(20):
         found = select(placement_of(loads, seed=seed), view)
-        assert isinstance(found, PathSelection)
+        assert isinstance(found, SloSelection)
         assert (found.chosen.path, found.decode.id) == (Path.ON_DECODE, DECODE)
         assert found.chosen.meets_slo
     # Without this path, the pair is better than a late first token.
@@ -315,7 +315,7 @@ def test_own_requests_count_before_they_are_reported() -> None:
     counts = Counter[int]()
     for _ in range(20):
         selection = select(placement)
-        assert isinstance(selection, PathSelection)
+        assert isinstance(selection, SloSelection)
         placement.start(selection, request(), 0.0)
         counts[selection.decode.id] += 1
     assert max(counts.values()) <= 13
@@ -329,10 +329,10 @@ def test_prompts_that_were_sent_delay_the_first_token() -> None:
     )
     for _ in range(2):
         selection = select(placement, view)
-        assert isinstance(selection, PathSelection)
+        assert isinstance(selection, SloSelection)
         placement.start(selection, request(100), 0.0)
     selection = select(placement, view, request(100))
-    assert isinstance(selection, PathSelection)
+    assert isinstance(selection, SloSelection)
     # Two prompts were sent since the report, so 233 of 700 tokens are in the step that runs, which
     # is half over. The others and those of this prompt are in the next one.
     first_token_s = (0.01 + 0.0233) / 2 + (0.01 + 0.0567)
@@ -396,7 +396,7 @@ def test_worker_that_stopped_reporting_is_not_predicted() -> None:
     placement.loads.on_report(fresh, 2 * STALE_S)
     for _ in range(10):
         selection = placement.select(PAIRS_ONLY, PromptHashes(request()), NONE_OPEN, 2 * STALE_S)
-        assert isinstance(selection, PathSelection)
+        assert isinstance(selection, SloSelection)
         assert selection.chosen.prefill is not None
         assert (selection.chosen.prefill.id, selection.decode.id) == (PREFILL, DECODE)
 
@@ -420,7 +420,7 @@ def test_whole_requests_run_while_all_kv_transfers_fail() -> None:
         breakers.record_failure(pair, "broken", 0.0)
     placement = placement_of()
     selection = placement.select(view_of(), PromptHashes(request()), breakers, 0.0)
-    assert isinstance(selection, PathSelection)
+    assert isinstance(selection, SloSelection)
     assert selection.chosen.path is Path.ON_DECODE
     # Workers whose answers were wrong get no request.
     for pair in pairs:
@@ -440,7 +440,7 @@ def test_whole_request_goes_to_decode_worker_that_is_not_wrong() -> None:
     # The wrong ones have no streams, so they would have the shortest gaps.
     placement = placement_of({THIRD_DECODE: {"running": 5}})
     selection = placement.select(view, PromptHashes(request()), breakers, 0.0)
-    assert isinstance(selection, PathSelection)
+    assert isinstance(selection, SloSelection)
     assert (selection.chosen.path, selection.decode.id) == (Path.ON_DECODE, THIRD_DECODE)
 
 
