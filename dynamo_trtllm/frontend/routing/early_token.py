@@ -10,18 +10,15 @@ the repeated token is dropped.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 
 from dynamo_trtllm.frontend.routing.attempt import feature_with_state
+from dynamo_trtllm.frontend.routing.recent_durations import RecentDurations
 from dynamo_trtllm.protocol.errors import StreamIncomplete
 from dynamo_trtllm.protocol.messages import Chunk, KvTransferParams, Sampling, TokenIds
 
-# The weights of the newest pause in the mean and in the mean deviation of all pauses. They are
-# those of round-trip times of TCP (RFC 6298, section 2).
-_MEAN_WEIGHT: Final = 1 / 8
-_DEVIATION_WEIGHT: Final = 1 / 4
 # A pause is expected to be at most this many mean deviations above the mean. About one of twenty
 # pauses is longer.
 _MAX_DEVIATIONS: Final = 2.0
@@ -31,44 +28,31 @@ _LONGEST_S: Final = 1.0
 _MAX_WORKERS: Final = 8192
 
 
-class _PauseEstimate(NamedTuple):
-    """The mean and the mean deviation of the recent pauses of one decode worker."""
-
-    mean_s: float
-    deviation_s: float
-
-
 @dataclass(eq=False)
 class DecodePauses:
     """How long decode workers lately took from their call to their first answer."""
 
-    _by_worker: dict[int, _PauseEstimate] = field(default_factory=dict)
+    _by_worker: dict[int, RecentDurations] = field(default_factory=dict)
 
     def note(self, decode_id: int, seconds: float) -> None:
         """Note the time of one call."""
         seconds = min(seconds, _LONGEST_S)
-        last = self._by_worker.get(decode_id)
-        if last is None:
-            if len(self._by_worker) >= _MAX_WORKERS:
-                self._by_worker.pop(next(iter(self._by_worker)))
-            self._by_worker[decode_id] = _PauseEstimate(seconds, seconds / 2)
+        pauses = self._by_worker.get(decode_id)
+        if pauses is not None:
+            pauses.note(seconds)
             return
-        difference = seconds - last.mean_s
-        self._by_worker[decode_id] = _PauseEstimate(
-            last.mean_s + _MEAN_WEIGHT * difference,
-            last.deviation_s + _DEVIATION_WEIGHT * (abs(difference) - last.deviation_s),
-        )
+        if len(self._by_worker) >= _MAX_WORKERS:
+            self._by_worker.pop(next(iter(self._by_worker)))
+        # One pause says little, so the next ones are expected to differ from it.
+        self._by_worker[decode_id] = RecentDurations(seconds, deviation_s=seconds / 2)
 
     def is_short(self, decode_id: int, limit_s: float) -> bool:
         """Return whether the next call will probably be answered within this time.
 
         Return False for a worker without a known pause, too.
         """
-        pause = self._by_worker.get(decode_id)
-        if pause is None:
-            return False
-        expected_s = pause.mean_s + _MAX_DEVIATIONS * pause.deviation_s
-        return expected_s <= limit_s
+        pauses = self._by_worker.get(decode_id)
+        return pauses is not None and pauses.within_s(_MAX_DEVIATIONS) <= limit_s
 
 
 def early_chunk(sampling: Sampling, kv_params: KvTransferParams) -> Chunk | None:

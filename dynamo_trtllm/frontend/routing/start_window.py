@@ -27,7 +27,7 @@ from enum import IntEnum
 from typing import Final
 
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView, ModelView
-from dynamo_trtllm.frontend.routing.first_token_times import FirstTokenTimes
+from dynamo_trtllm.frontend.routing.recent_durations import RecentDurations
 from dynamo_trtllm.frontend.routing.worker_capacity import FREE, WINDOW, ChoiceCosts, capacity
 from dynamo_trtllm.protocol.messages import ClientShare, Instance, Phase, Role
 
@@ -112,7 +112,7 @@ class StartPlace:
         """Note the first token of the choice."""
         request = self._request
         if request is not None and not self._has_token:
-            request.window.first_tokens.note(request.window.clock() - self._begun_s)
+            request.window.note_first_token(request.window.clock() - self._begun_s)
         self._has_token = True
 
     def decode_began(self) -> None:
@@ -341,7 +341,8 @@ class StartWindow:
         self.model = model
         self.on_capacity = on_capacity
         self.clock = clock
-        self.first_tokens = FirstTokenTimes()
+        # How long choices took from their start to their first token. None: not known yet.
+        self._first_tokens: RecentDurations | None = None
         self._ttft_s = ttft_s
         self._uses_all_paths = uses_all_paths
         # The requests that have groups to start, the oldest first. They are few: the next request
@@ -379,13 +380,25 @@ class StartWindow:
         late_at_s = math.inf
         if self._ttft_s < math.inf:
             limit_s = self._ttft_s if ttft_s is None else ttft_s
-            late_at_s = self.clock() + limit_s - self.first_tokens.expected_s
+            late_at_s = self.clock() + limit_s - self.first_token_s
         return RequestPlaces(self, costs, num_choices, rank, late_at_s)
 
     def computed_tokens(self, prompt_tokens: int) -> int:
         """Return how many tokens of prompts are probably in no prefix cache."""
         cached_fraction = self._cached_tokens / max(1.0, self._prompt_tokens)
         return int(prompt_tokens * (1.0 - cached_fraction))
+
+    def note_first_token(self, seconds: float) -> None:
+        """Note how long a choice took from its start to its first token."""
+        if self._first_tokens is None:
+            self._first_tokens = RecentDurations(seconds)
+        else:
+            self._first_tokens.note(seconds)
+
+    @property
+    def first_token_s(self) -> float:
+        """Return the time within which most choices have their first token. 0: not known yet."""
+        return 0.0 if self._first_tokens is None else self._first_tokens.within_s(1.0)
 
     def note_cached(self, prompt_tokens: int, cached_tokens: int) -> None:
         """Note how many tokens of a prompt were in a prefix cache."""

@@ -481,7 +481,7 @@ async def test_wait_of_a_later_group_is_not_its_time_to_first_token() -> None:
     later = places.take()
     clock.now += 0.5
     later.decode_began()
-    assert window.first_tokens.expected_s == 0.5
+    assert window.first_token_s == 0.5
 
 
 @each_case(("num_prefill", "expected"), [(1, 5), (3, 7)])
