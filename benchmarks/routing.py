@@ -52,7 +52,6 @@ from pathlib import Path
 
 import msgspec
 
-from dynamo_trtllm.frontend.process.run_app import tune_gc
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.frontend.routing.cost_placement import Placement
 from dynamo_trtllm.frontend.routing.pair_breakers import PairBreakers
@@ -74,6 +73,7 @@ from dynamo_trtllm.protocol.messages import (
     encode,
     token_ids,
 )
+from dynamo_trtllm.support.garbage_collection import tune_gc
 
 from .plane import dynamo
 from .routing_fleet import new_instance, new_request, percentile

@@ -20,7 +20,7 @@ from pathlib import Path
 from dynamo_trtllm.engines.block_manager import BlockManager, BlockTable
 from dynamo_trtllm.engines.mock import scheduler, stream
 from dynamo_trtllm.frontend.process import main as frontend
-from dynamo_trtllm.frontend.process import run_app
+from dynamo_trtllm.frontend.process import routing_setup
 from dynamo_trtllm.frontend.routing.prefix_index import ClusterPrefixes
 from dynamo_trtllm.protocol.kv_events import KvCacheUpdate
 from dynamo_trtllm.protocol.messages import TokenIds
@@ -63,7 +63,7 @@ if __name__ == "__main__":
     # These changes are only for measurements, so there are no flags for them.
     scheduler.BlockManager = WritingManager  # type: ignore[attr-defined]
     stream._HARMONY_PREFIX = (_MESSAGE,)  # type: ignore[assignment]
-    run_app.ClusterPrefixes = LossyPrefixes  # type: ignore[attr-defined]
+    routing_setup.ClusterPrefixes = LossyPrefixes  # type: ignore[attr-defined]
     mains = {"worker": worker.main, "frontend": frontend.main}
     run_main = mains[sys.argv.pop(1)]
     run_main()

@@ -18,7 +18,6 @@ from dynamo_trtllm.config.deployment import checked_deployment
 from dynamo_trtllm.config.load import command
 from dynamo_trtllm.config.parser import CONSOLE
 from dynamo_trtllm.config.text_table import format_table
-from dynamo_trtllm.frontend.process.run_app import tune_gc
 from dynamo_trtllm.launch.plan import processes
 from dynamo_trtllm.protocol.errors import ConfigError, install_hint
 from dynamo_trtllm.simulate.constants import Constants, find_constants, known_constants
@@ -32,6 +31,7 @@ from dynamo_trtllm.simulate.topologies import (
 )
 from dynamo_trtllm.simulate.workload import Shape, parse_shape
 from dynamo_trtllm.support.charts import can_draw
+from dynamo_trtllm.support.garbage_collection import tune_gc
 
 _DEPLOYMENT = "deployment.yaml"
 _MOCK = "mock.yaml"

@@ -14,12 +14,12 @@ from dynamo_trtllm.config.deployment import load_deployment
 from dynamo_trtllm.config.load import command, process_environment
 from dynamo_trtllm.config.parser import CONSOLE
 from dynamo_trtllm.config.text_table import format_table
-from dynamo_trtllm.frontend.process.run_app import tune_gc
 from dynamo_trtllm.simulate.cluster import simulate, simulate_closed_loop
 from dynamo_trtllm.simulate.constants import known_constants
 from dynamo_trtllm.simulate.deployments import simulated_deployment
 from dynamo_trtllm.simulate.outcomes import QUANTILES, Outcome, Slo
 from dynamo_trtllm.simulate.workload import parse_shape, poisson_arrivals, read_trace
+from dynamo_trtllm.support.garbage_collection import tune_gc
 
 _SHAPE_REQUESTS = 500  # requests of a shape, unless --requests sets another number
 

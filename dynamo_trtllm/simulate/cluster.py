@@ -24,7 +24,7 @@ from dynamo_trtllm.cluster.discovery.records import EndpointId
 from dynamo_trtllm.cluster.request_plane.transport import load_subject
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.engines.mock.engine import MockEngine
-from dynamo_trtllm.frontend.process.run_app import router_of, routing_work
+from dynamo_trtllm.frontend.process.routing_setup import create_router, routing_work
 from dynamo_trtllm.frontend.requests.admission import start_windows_of
 from dynamo_trtllm.frontend.requests.concurrency_limiter import ConcurrencyLimiter
 from dynamo_trtllm.frontend.requests.fair_queue import Claim
@@ -162,7 +162,7 @@ class SimulatedCluster:
         self._plane = DirectPlane(self._clocks)
         self._view = ClusterView()
         self._metrics = FrontendMetrics()
-        self._router = router_of(
+        self._router = create_router(
             config, self._view, self._plane, PairBreakers(), self._metrics, self._clocks, seed
         )
         self._limiter = ConcurrencyLimiter(

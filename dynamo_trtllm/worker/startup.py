@@ -5,7 +5,6 @@ the progress of loading.
 from __future__ import annotations
 
 import asyncio
-import gc
 import hashlib
 import json
 import logging
@@ -269,20 +268,6 @@ async def start_engine(engine: Engine, health: Health, timing: WorkerTiming = TI
             field="engine",
         )
     return info
-
-
-def freeze_objects() -> None:
-    """Collect garbage once, then exclude all objects that exist now from garbage collection.
-
-    An engine's library creates hundreds of thousands of objects that stay until the process ends. A
-    collection of the oldest generation looks at each of these objects and holds the GIL meanwhile,
-    so that all streams pause. For this reason, Dynamo's workers can switch garbage collection off
-    (TRTLLM_SERVER_DISABLE_GC in main.py of dynamo.trtllm 1.7). But then reference cycles of
-    requests are never freed.
-    """
-    gc.collect()
-    gc.freeze()
-    log.debug("%d objects are excluded from garbage collection", gc.get_freeze_count())
 
 
 FILE_CHUNK_BYTES = 512 << 10  # less than the default limit of NATS, 1 MiB

@@ -55,6 +55,7 @@ from dynamo_trtllm.protocol.messages import (
 )
 from dynamo_trtllm.protocol.shares import Shares, ShareTable
 from dynamo_trtllm.support.background import BackgroundTasks, wait_for_first
+from dynamo_trtllm.support.garbage_collection import freeze_objects
 from dynamo_trtllm.support.lifecycle import Lifecycle
 from dynamo_trtllm.support.network.addresses import (
     address_towards,
@@ -475,7 +476,7 @@ class Worker(Lifecycle):
         await startup.preflight(engine, peers)
         info = await startup.start_engine(engine, self._health, self._timing)
         if self._owns_process:
-            startup.freeze_objects()
+            freeze_objects()
         return info
 
     def _start_broadcasts(

@@ -15,7 +15,6 @@ import pytest
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.config.planner import PlannerConfig
 from dynamo_trtllm.frontend.process import frontend as frontend_module
-from dynamo_trtllm.frontend.process import run_app
 from dynamo_trtllm.frontend.process.frontend import Frontend
 from dynamo_trtllm.planner.process import PlannerProcess
 from tests.kit.waiting import SOON_S
@@ -38,7 +37,7 @@ def planner() -> PlannerProcess:
 def unchanged_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Keep settings of the test's own process."""
     monkeypatch.setattr(frontend_module, "_tune_malloc", lambda: None)
-    monkeypatch.setattr(run_app, "tune_gc", lambda: None)
+    monkeypatch.setattr(frontend_module, "tune_gc", lambda: None)
     before = signal.getsignal(signal.SIGHUP)
     yield
     signal.signal(signal.SIGHUP, before)

@@ -25,6 +25,7 @@ from dynamo_trtllm.frontend.http.hooks import HOOK_TIMEOUT_S, Hooks, Middleware,
 from dynamo_trtllm.protocol.errors import ConfigError, Draining, EngineNotReady
 from dynamo_trtllm.protocol.http_status import retry_headers
 from dynamo_trtllm.support.background import cancel_all
+from dynamo_trtllm.support.garbage_collection import tune_gc
 from dynamo_trtllm.support.http_server.exchange import Handler, HttpRequest, HttpResponse
 from dynamo_trtllm.support.http_server.server import HttpServer, set_request_id
 from dynamo_trtllm.support.lifecycle import Lifecycle
@@ -271,7 +272,7 @@ class Frontend(Lifecycle):
         """Load the app and run it behind the gate, until cancelled."""
         # The import takes most of the start-up time, so it runs in a thread.
         await asyncio.to_thread(importlib.import_module, "dynamo_trtllm.frontend.process.run_app")
-        from dynamo_trtllm.frontend.process.run_app import run_app, tune_gc
+        from dynamo_trtllm.frontend.process.run_app import run_app
 
         def open_gate(app: Handler) -> None:
             if self._owns_process:

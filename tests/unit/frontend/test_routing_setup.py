@@ -10,11 +10,11 @@ import pytest
 from dynamo_trtllm.cluster.request_plane.inproc import InprocPlane
 from dynamo_trtllm.cluster.request_plane.transport import load_subject
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.frontend.process.run_app import (
+from dynamo_trtllm.frontend.process.routing_setup import (
+    create_placement,
+    create_router,
     follow_loads,
-    placement_of,
     prune_breakers,
-    router_of,
     routing_work,
 )
 from dynamo_trtllm.frontend.routing import pair_probe
@@ -120,7 +120,9 @@ async def test_routing_work_updates_what_its_mode_reads(
     config = FrontendConfig(**settings)
     plane = InprocPlane()
     breakers = PairBreakers()
-    router = RequestRouter(ClusterView(), plane, breakers=breakers, placement=placement_of(config))
+    router = RequestRouter(
+        ClusterView(), plane, breakers=breakers, placement=create_placement(config)
+    )
     tasks = {
         name: asyncio.create_task(coroutine)
         for name, coroutine in routing_work("ns", router, FrontendMetrics()).items()
@@ -150,7 +152,7 @@ async def test_limit_of_the_pause_after_an_early_token(
 ) -> None:
     plane = InprocPlane()
     config = FrontendConfig(**settings)
-    router = router_of(config, ClusterView(), plane, PairBreakers(), FrontendMetrics())
+    router = create_router(config, ClusterView(), plane, PairBreakers(), FrontendMetrics())
     assert router.options.early_token_pause_s == pytest.approx(pause_s)
     assert router.options.early_token_part == part
     await router.aclose()
