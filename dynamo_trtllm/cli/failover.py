@@ -32,8 +32,8 @@ from dynamo_trtllm.launch.main import (
     sample_request,
     until_model_is_ready,
 )
-from dynamo_trtllm.launch.plan import ProcessSpec
 from dynamo_trtllm.launch.process_output import ProcessOutput
+from dynamo_trtllm.launch.process_specs import ProcessSpec
 from dynamo_trtllm.observability.recorder import recorder_folder
 from dynamo_trtllm.observability.recordings import Recordings, RequestRecording
 from dynamo_trtllm.protocol.errors import ConfigError

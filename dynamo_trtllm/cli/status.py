@@ -36,7 +36,7 @@ from dynamo_trtllm.config.config_base import DEFAULT_SOURCE
 from dynamo_trtllm.config.flags import ENV_PREFIX
 from dynamo_trtllm.config.load import command
 from dynamo_trtllm.config.parser import CONSOLE, is_installed
-from dynamo_trtllm.launch.plan import FRONTEND
+from dynamo_trtllm.launch.process_specs import FRONTEND
 from dynamo_trtllm.launch.running_deployments import (
     LaunchRecord,
     ProcessRecord,

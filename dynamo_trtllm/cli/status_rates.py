@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
 from dynamo_trtllm.cli.status_view import DeploymentReport, FrontendRates, ProcessStatus
-from dynamo_trtllm.launch.plan import FRONTEND
+from dynamo_trtllm.launch.process_specs import FRONTEND
 from dynamo_trtllm.observability.metrics import PREFIX
 
 _WINDOW_S: Final = 60.0  # the time for which percentiles are computed

@@ -9,7 +9,7 @@ import msgspec
 
 from dynamo_trtllm.cli.status_keys import KEY_HEAD, KeyStatus, key_rows, key_table
 from dynamo_trtllm.config.text_table import format_table
-from dynamo_trtllm.launch.plan import FRONTEND, PLANNER
+from dynamo_trtllm.launch.process_specs import FRONTEND, PLANNER
 from dynamo_trtllm.protocol.sanitize import escape_controls
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ from dynamo_trtllm.launch.kubernetes import (
     scalar,
     template,
 )
-from dynamo_trtllm.launch.plan import devices_of, planner_flags, slo_limits
+from dynamo_trtllm.launch.process_specs import devices_of, planner_flags, slo_limits
 from dynamo_trtllm.launch.topology import MachineFacts, ModelFacts, reads_model
 from dynamo_trtllm.models import BUNDLED
 from dynamo_trtllm.models.hub import HubModel

@@ -19,12 +19,12 @@ from dynamo_trtllm.config.deployment import START, DeploymentConfig
 from dynamo_trtllm.config.engine_names import BUILT_IN
 from dynamo_trtllm.config.flags import ENV_PREFIX
 from dynamo_trtllm.engines.gpu import VISIBLE
-from dynamo_trtllm.launch.plan import (
+from dynamo_trtllm.launch.process_output import ProcessOutput, next_line
+from dynamo_trtllm.launch.process_specs import (
     ADDRESS_VARIABLES,
     ProcessSpec,
     without_other_servers,
 )
-from dynamo_trtllm.launch.process_output import ProcessOutput, next_line
 from dynamo_trtllm.launch.running_deployments import LaunchRecord, ProcessRecord, recorded
 from dynamo_trtllm.launch.secret_files import SecretFiles
 from dynamo_trtllm.launch.servers import (

@@ -34,8 +34,8 @@ from dynamo_trtllm.config.parser import CONSOLE
 from dynamo_trtllm.engines.factory import check_prerequisites
 from dynamo_trtllm.engines.gpu import VISIBLE
 from dynamo_trtllm.launch.launcher import Launcher
-from dynamo_trtllm.launch.plan import ProcessSpec, is_open_to_all, processes, with_settings
 from dynamo_trtllm.launch.process_output import LAUNCHER, ProcessOutput
+from dynamo_trtllm.launch.process_specs import ProcessSpec, is_open_to_all, processes, with_settings
 from dynamo_trtllm.launch.running_deployments import LaunchRecord, ProcessRecord
 from dynamo_trtllm.launch.servers import NotYet, until
 from dynamo_trtllm.models import locate

@@ -20,7 +20,7 @@ import msgspec
 
 from dynamo_trtllm.config.client_commands import DEFAULT_FRONTEND
 from dynamo_trtllm.config.load import process_environment
-from dynamo_trtllm.launch.plan import FRONTEND, reachable
+from dynamo_trtllm.launch.process_specs import FRONTEND, reachable
 from dynamo_trtllm.observability.recorder import check_owner, runtime_folder, start_ticks
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.number_types import Port, PositiveCount

@@ -22,7 +22,7 @@ from dynamo_trtllm.cluster.roles import (
     nats_configuration,
 )
 from dynamo_trtllm.config.config_base import ROLE_IN_PATH, ConnectionConfig
-from dynamo_trtllm.launch.plan import ProcessSpec
+from dynamo_trtllm.launch.process_specs import ProcessSpec
 from dynamo_trtllm.launch.secret_files import write_private
 from dynamo_trtllm.protocol.errors import Unreachable
 

@@ -12,7 +12,7 @@ from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.config.planner import PlannerConfig
 from dynamo_trtllm.engines.arguments import ENGINE_FLAGS
-from dynamo_trtllm.launch.plan import planner_flags, slo_limits
+from dynamo_trtllm.launch.process_specs import planner_flags, slo_limits
 from dynamo_trtllm.planner.predict import TimeLimits
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.simulate.cluster import SimulatedDeployment

@@ -14,8 +14,8 @@ from typing import Any, TextIO
 
 from dynamo_trtllm.config.deployment import DeploymentConfig
 from dynamo_trtllm.launch.launcher import Launcher
-from dynamo_trtllm.launch.plan import ProcessSpec, processes
 from dynamo_trtllm.launch.process_output import ProcessOutput
+from dynamo_trtllm.launch.process_specs import ProcessSpec, processes
 from dynamo_trtllm.launch.running_deployments import ProcessRecord
 from dynamo_trtllm.launch.servers import ReadyAnswer
 

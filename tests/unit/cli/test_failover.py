@@ -15,8 +15,8 @@ import pytest
 from dynamo_trtllm.cli.failover import FAILOVER, Screen, show_failover
 from dynamo_trtllm.config.deployment import checked_deployment
 from dynamo_trtllm.launch.main import ReadyDeployment
-from dynamo_trtllm.launch.plan import ProcessSpec, processes
 from dynamo_trtllm.launch.process_output import ProcessOutput
+from dynamo_trtllm.launch.process_specs import ProcessSpec, processes
 from dynamo_trtllm.launch.running_deployments import LaunchRecord, ProcessRecord
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.support.subprocesses import RunFailed

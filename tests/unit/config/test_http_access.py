@@ -9,7 +9,7 @@ from dynamo_trtllm.config.commands import ChatConfig
 from dynamo_trtllm.config.deployment import checked_deployment
 from dynamo_trtllm.config.load import config_table, load
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.launch.plan import processes
+from dynamo_trtllm.launch.process_specs import processes
 from dynamo_trtllm.protocol.errors import ConfigError
 from tests.kit.cases import each_case
 

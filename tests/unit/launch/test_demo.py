@@ -11,7 +11,7 @@ from dynamo_trtllm.config import load as loading
 from dynamo_trtllm.config.deployment import checked_deployment, load_deployment
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.launch import main
-from dynamo_trtllm.launch.plan import processes
+from dynamo_trtllm.launch.process_specs import processes
 from dynamo_trtllm.launch.running_deployments import LaunchRecord
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.support.subprocesses import RunFailed

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.launch.launcher import dependents_of
-from dynamo_trtllm.launch.plan import processes
+from dynamo_trtllm.launch.process_specs import processes
 from dynamo_trtllm.support.subprocesses import RunFailed
 from tests.kit.cases import each_case
 from tests.kit.fake_children import (

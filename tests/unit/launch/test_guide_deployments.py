@@ -10,7 +10,7 @@ from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.trtllm.args import trtllm_args
-from dynamo_trtllm.launch.plan import ProcessSpec, processes
+from dynamo_trtllm.launch.process_specs import ProcessSpec, processes
 from dynamo_trtllm.protocol.messages import Role
 from tests.kit.cases import each_case
 from tests.unit.test_guide_commands import Command, commands

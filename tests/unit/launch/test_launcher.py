@@ -15,8 +15,8 @@ from dynamo_trtllm.config.commands import LaunchConfig
 from dynamo_trtllm.config.deployment import ServicesConfig
 from dynamo_trtllm.kv_transfer.keys import read_keys
 from dynamo_trtllm.launch import launcher
-from dynamo_trtllm.launch.plan import with_settings
 from dynamo_trtllm.launch.process_output import ProcessOutput
+from dynamo_trtllm.launch.process_specs import with_settings
 from dynamo_trtllm.launch.running_deployments import running_deployments
 from dynamo_trtllm.launch.secret_files import SecretFiles
 from dynamo_trtllm.launch.servers import NotYet, ReadyAnswer

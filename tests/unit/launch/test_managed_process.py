@@ -11,7 +11,7 @@ import pytest
 
 from dynamo_trtllm.launch import launcher
 from dynamo_trtllm.launch.launcher import ManagedProcess
-from dynamo_trtllm.launch.plan import ProcessSpec
+from dynamo_trtllm.launch.process_specs import ProcessSpec
 
 # Ends with 7 after a SIGTERM.
 _DRAINS = """

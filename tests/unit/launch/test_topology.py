@@ -9,7 +9,7 @@ import pytest
 from dynamo_trtllm.config.commands import ServeConfig
 from dynamo_trtllm.config.deployment import checked_deployment
 from dynamo_trtllm.engines.gpu import GpuMemory
-from dynamo_trtllm.launch.plan import processes
+from dynamo_trtllm.launch.process_specs import processes
 from dynamo_trtllm.launch.topology import (
     MachineFacts,
     ModelFacts,

@@ -10,7 +10,7 @@ import pytest
 
 from dynamo_trtllm.cli.simulate import _milliseconds, json_text
 from dynamo_trtllm.config.deployment import checked_deployment
-from dynamo_trtllm.launch.plan import processes
+from dynamo_trtllm.launch.process_specs import processes
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.simulate.constants import Constants, Errors
 from dynamo_trtllm.simulate.outcomes import Outcome, SimulatedRequest, Slo

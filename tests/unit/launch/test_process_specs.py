@@ -7,7 +7,7 @@ from dynamo_trtllm.config.deployment import DeploymentConfig
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.config.planner import PlannerConfig
-from dynamo_trtllm.launch.plan import is_open_to_all, processes, reachable, with_settings
+from dynamo_trtllm.launch.process_specs import is_open_to_all, processes, reachable, with_settings
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.messages import Role
 
