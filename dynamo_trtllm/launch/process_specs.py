@@ -204,18 +204,6 @@ def with_settings(deployment: DeploymentConfig, config: LaunchConfig) -> Deploym
     return deployment.model_copy(update={"workers": workers, "frontend": frontend})
 
 
-def reachable(listening: str) -> str:
-    """Return the HOST:PORT to connect to on this machine.
-
-    `listening` is what the server listens on: HOST:PORT, and an IPv6 host has no brackets.
-    """
-    host, _, port = listening.rpartition(":")
-    if host in (*_EVERY_INTERFACE, LOOPBACK):
-        return f"localhost:{port}"
-    is_ipv6 = ":" in host
-    return f"[{host}]:{port}" if is_ipv6 else listening
-
-
 def _frontend(flags: Flags, environ: Mapping[str, str]) -> tuple[FrontendConfig, ProcessSpec]:
     config, spec_fields = _planned(FRONTEND, FrontendConfig, "http", flags, {}, environ)
     config.check_exposure()

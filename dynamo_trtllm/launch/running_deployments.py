@@ -20,10 +20,11 @@ import msgspec
 
 from dynamo_trtllm.config.client_commands import DEFAULT_FRONTEND
 from dynamo_trtllm.config.load import process_environment
-from dynamo_trtllm.launch.process_specs import FRONTEND, reachable
+from dynamo_trtllm.launch.process_specs import FRONTEND
 from dynamo_trtllm.observability.recorder import check_owner, runtime_folder, start_ticks
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.number_types import Port, PositiveCount
+from dynamo_trtllm.support.network.addresses import shown_address
 
 _FOLDER: Final = "deployments"
 _SUFFIX: Final = ".json"
@@ -50,7 +51,7 @@ class ProcessRecord(msgspec.Struct, kw_only=True):
     @property
     def address(self) -> str:
         """Return HOST:PORT for connections from this machine."""
-        return reachable(f"{self.host}:{self.port}")
+        return shown_address(self.host, self.port)
 
     @property
     def url(self) -> str:

@@ -19,7 +19,7 @@ from dynamo_trtllm.support.background import BackgroundTasks
 from dynamo_trtllm.support.http_server.exchange import Handler, HttpRequest, HttpResponse
 from dynamo_trtllm.support.http_server.limits import ConnectionLimits
 from dynamo_trtllm.support.http_server.server import Guard, HttpServer, Route, Router
-from dynamo_trtllm.support.network.addresses import host_and_port, is_loopback
+from dynamo_trtllm.support.network.addresses import is_loopback, shown_address
 from dynamo_trtllm.support.network.listening import listen
 from dynamo_trtllm.support.tls import ServerCertificate
 from dynamo_trtllm.worker.timing import TIMING, WorkerTiming
@@ -35,7 +35,6 @@ LIMITS = ConnectionLimits(
     keep_alive_timeout_s=5.0,
     answer_timeout_s=5.0,
 )
-_REACHED_AS_LOCALHOST = ("0.0.0.0", "::", "127.0.0.1")
 
 
 @dataclass(slots=True)
@@ -178,9 +177,8 @@ async def health_server(
             app, LIMITS, error_form=_error_body, shutdown_s=1, certificate=certificate
         )
         task = tasks.start(server.serve(sock), "worker-health")
-        shown_host = "localhost" if host in _REACHED_AS_LOCALHOST else host
         scheme = "http" if certificate is None else "https"
-        log.info("health at %s://%s", scheme, host_and_port(shown_host, port))
+        log.info("health at %s://%s", scheme, shown_address(host, port))
         try:
             yield port
         finally:

@@ -194,7 +194,7 @@ workers:
 """
 
 
-# tests/unit/launch covers it without the launcher's process: test_plan.py the ports and the level of
+# tests/unit/launch covers it without the launcher's process: test_process_specs.py the ports and the level of
 # logs, test_launcher.py the port that stays reserved, and the readiness by HTTP
 @pytest.mark.long
 def test_launch_without_port_or_log_uses_chosen_ports(

@@ -98,6 +98,12 @@ def host_and_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def shown_address(host: str, port: int) -> str:
+    """Return HOST:PORT for a user of this machine, of a server that listens on `host`."""
+    is_local = host in (*_LOOPBACK_OF, LOOPBACK)
+    return host_and_port("localhost" if is_local else host, port)
+
+
 def http_url(host: str, port: int, path: str, *, uses_tls: bool = False) -> str:
     """Return the URL of a path of the server that listens on `host` and `port`."""
     scheme = "https" if uses_tls else "http"

@@ -7,7 +7,7 @@ from dynamo_trtllm.config.deployment import DeploymentConfig
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.config.planner import PlannerConfig
-from dynamo_trtllm.launch.process_specs import is_open_to_all, processes, reachable, with_settings
+from dynamo_trtllm.launch.process_specs import is_open_to_all, processes, with_settings
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.messages import Role
 
@@ -201,14 +201,6 @@ def test_with_settings_engine_drops_old_arguments():
 )
 def test_processes_with_flags_name_the_model_for_clients(flags, name):
     assert processes(deployment(flags=flags))[1].model == name
-
-
-@pytest.mark.parametrize(
-    ("listening", "wanted"),
-    [("0.0.0.0:80", "localhost:80"), (":::80", "localhost:80"), ("10.0.0.1:80", "10.0.0.1:80")],
-)
-def test_reachable_returns_an_address_to_connect_to(listening, wanted):
-    assert reachable(listening) == wanted
 
 
 LIMITS = {"slo_ttft_ms": 2000, "slo_itl_ms": 100}

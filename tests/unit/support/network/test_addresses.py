@@ -10,6 +10,7 @@ from dynamo_trtllm.support.network.addresses import (
     address_towards,
     is_wildcard,
     resolve_host,
+    shown_address,
 )
 from tests.kit.cases import each_case
 
@@ -57,3 +58,17 @@ def test_name_without_address_is_config_error() -> None:
         resolve_host("no-such-host.invalid", "--some-host")
     assert resolve_host("127.0.0.2", "--x") == "127.0.0.2"
     assert resolve_host("::1", "--x") == "::1"
+
+
+@pytest.mark.parametrize(
+    ("host", "shown"),
+    [
+        ("0.0.0.0", "localhost:80"),
+        ("::", "localhost:80"),
+        ("127.0.0.1", "localhost:80"),
+        ("10.0.0.1", "10.0.0.1:80"),
+        ("fd00::1", "[fd00::1]:80"),
+    ],
+)
+def test_address_for_a_user_of_this_machine(host: str, shown: str) -> None:
+    assert shown_address(host, 80) == shown
