@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from dynamo_trtllm.launch.servers import JETSTREAM, start_etcd, start_nats
+from dynamo_trtllm.launch.local_servers import JETSTREAM, start_etcd, start_nats
 
 from .blocking import wait_for
 

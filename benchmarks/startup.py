@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from dynamo_trtllm.launch.servers import start_etcd, start_nats
+from dynamo_trtllm.launch.local_servers import start_etcd, start_nats
 from dynamo_trtllm.support.subprocesses import scratch_folder, spawn
 
 from .blocking import wait_for

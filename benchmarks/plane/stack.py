@@ -22,7 +22,7 @@ from typing import NamedTuple, Protocol
 import orjson
 import psutil
 
-from dynamo_trtllm.launch.servers import LocalServer, start_etcd, start_nats
+from dynamo_trtllm.launch.local_servers import LocalServer, start_etcd, start_nats
 from dynamo_trtllm.support.subprocesses import scratch_folder, spawn
 
 from ..blocking import wait_for

@@ -37,13 +37,13 @@ from dynamo_trtllm.config.flags import ENV_PREFIX
 from dynamo_trtllm.config.load import command
 from dynamo_trtllm.config.parser import CONSOLE, is_installed
 from dynamo_trtllm.launch.process_specs import FRONTEND
+from dynamo_trtllm.launch.readiness import NotYet, ReadyAnswer, check_etcd, check_nats
 from dynamo_trtllm.launch.running_deployments import (
     LaunchRecord,
     ProcessRecord,
     running_deployment,
     running_deployments,
 )
-from dynamo_trtllm.launch.servers import NotYet, ReadyAnswer, check_etcd, check_nats
 from dynamo_trtllm.observability.metrics import PREFIX
 from dynamo_trtllm.observability.metrics_aggregator import sum_samples
 from dynamo_trtllm.protocol.errors import ConfigError, Unreachable, UserRejected

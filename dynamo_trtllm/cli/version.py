@@ -27,7 +27,7 @@ from dynamo_trtllm.config.engine_names import engine_entry_points, package_of
 from dynamo_trtllm.config.load import command
 from dynamo_trtllm.config.parser import CONSOLE
 from dynamo_trtllm.config.text_table import format_table
-from dynamo_trtllm.launch.servers import etcd_binary, nats_binary
+from dynamo_trtllm.launch.local_servers import etcd_binary, nats_binary
 from dynamo_trtllm.protocol.errors import ConfigError
 
 _PROGRAM_TIMEOUT_S = 5.0

@@ -19,23 +19,16 @@ from dynamo_trtllm.config.deployment import START, DeploymentConfig
 from dynamo_trtllm.config.engine_names import BUILT_IN
 from dynamo_trtllm.config.flags import ENV_PREFIX
 from dynamo_trtllm.engines.gpu import VISIBLE
+from dynamo_trtllm.launch.local_servers import JETSTREAM, LocalServer, start_etcd, start_nats
 from dynamo_trtllm.launch.process_output import ProcessOutput, next_line
 from dynamo_trtllm.launch.process_specs import (
     ADDRESS_VARIABLES,
     ProcessSpec,
     without_other_servers,
 )
+from dynamo_trtllm.launch.readiness import NotYet, check_ready, poll
 from dynamo_trtllm.launch.running_deployments import LaunchRecord, ProcessRecord, recorded
 from dynamo_trtllm.launch.secret_files import SecretFiles
-from dynamo_trtllm.launch.servers import (
-    JETSTREAM,
-    LocalServer,
-    NotYet,
-    ready,
-    start_etcd,
-    start_nats,
-    until,
-)
 from dynamo_trtllm.protocol.errors import ConfigError, Unreachable
 from dynamo_trtllm.protocol.messages import Role
 from dynamo_trtllm.support.background import wait_for_first
@@ -421,8 +414,8 @@ class Launcher:
         limit_s = factor * self.deployment.ready_timeout_s
         on_wait = partial(self.output.report_phase, spec.name)
         try:
-            ask = partial(ready, spec.host, process.record.port, spec.certificate)
-            answer = await until(ask, limit_s, on_wait)
+            ask = partial(check_ready, spec.host, process.record.port, spec.certificate)
+            answer = await poll(ask, limit_s, on_wait)
         except NotYet as exc:
             late = f"{spec.name} was not ready within {limit_s:g} s ({exc})"
             if spec.name in self._never_ready:

@@ -36,8 +36,8 @@ from dynamo_trtllm.engines.gpu import VISIBLE
 from dynamo_trtllm.launch.launcher import Launcher
 from dynamo_trtllm.launch.process_output import LAUNCHER, ProcessOutput
 from dynamo_trtllm.launch.process_specs import ProcessSpec, is_open_to_all, processes, with_settings
+from dynamo_trtllm.launch.readiness import NotYet, poll
 from dynamo_trtllm.launch.running_deployments import LaunchRecord, ProcessRecord
-from dynamo_trtllm.launch.servers import NotYet, until
 from dynamo_trtllm.models import locate
 from dynamo_trtllm.observability import logging as observe_logging
 from dynamo_trtllm.observability.outputs import OUTPUTS
@@ -365,7 +365,7 @@ async def until_model_is_ready(
     """
     path = f"/v1/models/{urllib.parse.quote(model)}/ready"
     try:
-        await until(partial(_request, frontend + path, api_key, "GET", tls), _MODEL_TIMEOUT_S)
+        await poll(partial(_request, frontend + path, api_key, "GET", tls), _MODEL_TIMEOUT_S)
     except NotYet as exc:
         raise RunFailed(
             f"model {model} was not ready within {_MODEL_TIMEOUT_S:g} s: {exc}"

@@ -20,7 +20,7 @@ from dynamo_trtllm.frontend.responses_api.key_value_store import (
     MemoryStore,
     StoreLimits,
 )
-from dynamo_trtllm.launch.servers import nats_binary
+from dynamo_trtllm.launch.local_servers import nats_binary
 from dynamo_trtllm.protocol.errors import Disconnected, PayloadTooLarge, Unreachable
 from dynamo_trtllm.support.subprocesses import spawn
 from tests.kit.servers import TestServer

@@ -26,7 +26,7 @@ from dynamo_trtllm.cli import status as status_command
 from dynamo_trtllm.cluster.discovery.etcd_store import EtcdStore
 from dynamo_trtllm.cluster.request_plane.nats import NatsPlane
 from dynamo_trtllm.config.config_base import ConnectionConfig
-from dynamo_trtllm.launch.servers import nats_binary
+from dynamo_trtllm.launch.local_servers import nats_binary
 from dynamo_trtllm.protocol.errors import Unreachable
 from dynamo_trtllm.support.network.addresses import free_ports
 from tests.kit.cluster import PLAIN
@@ -312,10 +312,10 @@ def test_launch_when_a_server_dies_twice_then_all_is_given_up(
 # claims in its log to be ready and listens nowhere.
 SERVER_SLEEPS = """
 import sys
-from dynamo_trtllm.launch import servers
+from dynamo_trtllm.launch import local_servers
 name, sleeper = sys.argv.pop(1), sys.argv.pop(1)
-setattr(servers, name, lambda: sleeper)
-servers.READY_TIMEOUT_S = 600.0
+setattr(local_servers, name, lambda: sleeper)
+local_servers.READY_TIMEOUT_S = 600.0
 from dynamo_trtllm.launch.main import main
 main()
 """

@@ -26,7 +26,7 @@ from dynamo_trtllm.cluster.roles import cluster_users, nats_configuration
 from dynamo_trtllm.config.config_base import ConnectionConfig
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
-from dynamo_trtllm.launch.servers import etcd_binary, nats_binary
+from dynamo_trtllm.launch.local_servers import etcd_binary, nats_binary
 from dynamo_trtllm.protocol.errors import ConfigError, Unreachable
 from dynamo_trtllm.protocol.messages import GetFile
 from dynamo_trtllm.support.network.addresses import free_ports

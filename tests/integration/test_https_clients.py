@@ -23,7 +23,7 @@ from dynamo_trtllm.cli import chat
 from dynamo_trtllm.cli.status import NothingRuns, collect
 from dynamo_trtllm.config.commands import ChatConfig, StatusConfig
 from dynamo_trtllm.launch.embedded import EmbeddedDeployment
-from dynamo_trtllm.launch.servers import ready
+from dynamo_trtllm.launch.readiness import check_ready
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.support import http_client
 from dynamo_trtllm.support.tls_files import TlsFiles
@@ -149,9 +149,9 @@ async def test_launcher_trusts_the_file_and_no_other(
 ) -> None:
     port = httpx.URL(deployment.url).port
     assert port is not None
-    assert (await ready("localhost", port, files.certificate)).status == "ready"
+    assert (await check_ready("localhost", port, files.certificate)).status == "ready"
     with pytest.raises(ConnectionError, match="is not trusted"):
-        await ready("localhost", port, shared_certificate().certificate)
+        await check_ready("localhost", port, shared_certificate().certificate)
 
 
 def test_new_certificate_is_served_and_the_reload_counted(

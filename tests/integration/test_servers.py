@@ -15,14 +15,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dynamo_trtllm.launch import servers
+from dynamo_trtllm.launch import local_servers
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.support.network import addresses
 from dynamo_trtllm.support.network.addresses import free_ports
 from tests.kit.servers import TestServer
 from tests.kit.waiting import SOON_S
 
-Start = Callable[[Path], Awaitable[servers.LocalServer]]
+Start = Callable[[Path], Awaitable[local_servers.LocalServer]]
 
 
 def answers(address: str) -> bool:
@@ -50,9 +50,9 @@ def test_restarted_server_has_the_same_address(kind: str, request: pytest.Fixtur
 @pytest.mark.parametrize("start", ["start_etcd", "start_nats"])
 def test_server_when_parent_is_killed_then_it_dies(start: str, tmp_path: Path) -> None:
     code = (
-        "import asyncio, sys; from pathlib import Path; from dynamo_trtllm.launch import servers\n"
+        "import asyncio, sys; from pathlib import Path; from dynamo_trtllm.launch import local_servers\n"
         "async def main():\n"
-        f"    server = await servers.{start}(Path({str(tmp_path)!r}))\n"
+        f"    server = await local_servers.{start}(Path({str(tmp_path)!r}))\n"
         "    sys.stdout.write(f'{server.pid}\\n'); sys.stdout.flush()\n"
         "    await server.ended()\n"
         "asyncio.run(main())\n"
@@ -77,11 +77,11 @@ async def test_server_when_it_can_not_come_up_then_error_has_the_log(tmp_path: P
         ConfigError,
         match=r"(?s)etcd exited with status \d+; its last log lines:\n.*not a directory",
     ):
-        await servers.start_etcd(tmp_path)
+        await local_servers.start_etcd(tmp_path)
 
 
 async def test_server_when_port_is_taken_at_restart_then_named(tmp_path: Path) -> None:
-    server = await servers.start_nats(tmp_path)
+    server = await local_servers.start_nats(tmp_path)
     await server.stop()
     port = int(server.address.rpartition(":")[2])
     with (
@@ -99,8 +99,8 @@ async def test_servers_started_together_have_their_own_ports(
     choices = iter([first, first + 1, first + 2, first + 2])
     monkeypatch.setattr(addresses.random, "choice", lambda _: next(choices))
     async with asyncio.TaskGroup() as group:
-        etcd = group.create_task(servers.start_etcd(tmp_path))
-        nats = group.create_task(servers.start_nats(tmp_path))
+        etcd = group.create_task(local_servers.start_etcd(tmp_path))
+        nats = group.create_task(local_servers.start_nats(tmp_path))
     await asyncio.gather(etcd.result().stop(), nats.result().stop())
     assert etcd.result().address == f"127.0.0.1:{first}"
     assert nats.result().address == f"nats://127.0.0.1:{first + 2}"
@@ -120,15 +120,15 @@ def sleeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program.write_text(SAYS_IT_IS_READY)
     program.chmod(0o755)
     for name in ("etcd_binary", "nats_binary"):
-        monkeypatch.setattr(servers, name, lambda: str(program))
+        monkeypatch.setattr(local_servers, name, lambda: str(program))
     return program
 
 
-@pytest.mark.parametrize("start", [servers.start_etcd, servers.start_nats])
+@pytest.mark.parametrize("start", [local_servers.start_etcd, local_servers.start_nats])
 async def test_server_that_only_logs_readiness_is_not_ready(
     start: Start, tmp_path: Path, sleeper: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(servers, "READY_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(local_servers, "READY_TIMEOUT_S", 0.5)
     with pytest.raises(
         ConfigError, match=r"sleeper was not ready within 0.5 s \(.*\); its last log lines:\nready"
     ):
@@ -136,11 +136,11 @@ async def test_server_that_only_logs_readiness_is_not_ready(
     assert not alive(sleeper)
 
 
-@pytest.mark.parametrize("start", [servers.start_etcd, servers.start_nats])
+@pytest.mark.parametrize("start", [local_servers.start_etcd, local_servers.start_nats])
 async def test_server_start_cancelled_leaves_no_process(
     start: Start, tmp_path: Path, sleeper: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(servers, "READY_TIMEOUT_S", 600.0)
+    monkeypatch.setattr(local_servers, "READY_TIMEOUT_S", 600.0)
     async with asyncio.timeout(SOON_S):
         starting = asyncio.create_task(start(tmp_path))
         while not alive(sleeper):  # noqa: ASYNC110  # the loop goes on while the server starts
@@ -154,8 +154,8 @@ async def test_server_start_cancelled_leaves_no_process(
 async def test_frozen_server_stop_does_not_block_the_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(servers, "STOP_TIMEOUT_S", 0.5)
-    server = await servers.start_nats(tmp_path)
+    monkeypatch.setattr(local_servers, "STOP_TIMEOUT_S", 0.5)
+    server = await local_servers.start_nats(tmp_path)
     os.kill(server.pid, signal.SIGSTOP)
     turns = 0
     async with asyncio.timeout(SOON_S):

@@ -16,8 +16,8 @@ from dynamo_trtllm.config.deployment import DeploymentConfig
 from dynamo_trtllm.launch.launcher import Launcher
 from dynamo_trtllm.launch.process_output import ProcessOutput
 from dynamo_trtllm.launch.process_specs import ProcessSpec, processes
+from dynamo_trtllm.launch.readiness import ReadyAnswer
 from dynamo_trtllm.launch.running_deployments import ProcessRecord
-from dynamo_trtllm.launch.servers import ReadyAnswer
 
 HOST = "127.0.0.1"
 KILLED = -signal.SIGKILL

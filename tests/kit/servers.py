@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from benchmarks.blocking import wait_for
-from dynamo_trtllm.launch.servers import JETSTREAM, LocalServer, start_etcd, start_nats
+from dynamo_trtllm.launch.local_servers import JETSTREAM, LocalServer, start_etcd, start_nats
 
 
 class TestServer:

