@@ -6,7 +6,8 @@ from dynamo_trtllm.cli.failover import FAILOVER
 from dynamo_trtllm.config.commands import DemoConfig
 from dynamo_trtllm.config.load import command
 from dynamo_trtllm.config.parser import CONSOLE
-from dynamo_trtllm.launch.main import SAMPLE, launch
+from dynamo_trtllm.launch.demonstration import SAMPLE
+from dynamo_trtllm.launch.main import launch
 from dynamo_trtllm.support.subprocesses import RunFailed
 
 

@@ -24,7 +24,7 @@ from dynamo_trtllm.cli.explain import timeline
 from dynamo_trtllm.config.flags import ENV_PREFIX
 from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.parser import CONSOLE
-from dynamo_trtllm.launch.main import (
+from dynamo_trtllm.launch.demonstration import (
     CHAT_PATH,
     Demonstration,
     ReadyDeployment,
@@ -78,7 +78,10 @@ async def show_failover(deployment: ReadyDeployment) -> None:
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             await until_model_is_ready(
-                deployment.frontend.url, deployment.model, deployment.api_key, deployment.trust()
+                deployment.frontend.url,
+                deployment.model,
+                deployment.api_key,
+                deployment.tls_context(),
             )
             reference = await _undisturbed(deployment)
             name = workers.get(reference.last_worker, "a worker")
@@ -170,7 +173,7 @@ async def _events(
     headers = {"Content-Type": "application/json", "x-dynamo-stats": "1"}
     headers |= http_client.bearer(deployment.api_key)
     url = deployment.frontend.url + CHAT_PATH
-    async with await http_client.connect(url, deployment.trust()) as connection:
+    async with await http_client.connect(url, deployment.tls_context()) as connection:
         response = await connection.request("POST", json.dumps(body).encode(), headers)
         if response.status != HTTPStatus.OK:
             text = (await response.read()).decode(errors="replace")

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from dynamo_trtllm.launch import main
+from dynamo_trtllm.launch import demonstration
 from tests.gpu.trtllm import checks
 from tests.kit.cluster import TINY, Cluster, Process
 from tests.kit.fake_packages import FAKES
@@ -102,7 +102,7 @@ def chat(cluster: Cluster, model: str) -> Mapping[str, Any]:
     """The demo's question, answered greedily."""
     with cluster.client() as client:
         answer = client.post(
-            "/v1/chat/completions", json=main.sample_request(model) | {"logprobs": True}
+            "/v1/chat/completions", json=demonstration.sample_request(model) | {"logprobs": True}
         )
     assert answer.status_code == 200, answer.text
     (choice,) = answer.json()["choices"]

@@ -14,7 +14,7 @@ import pytest
 
 from dynamo_trtllm.cli.failover import FAILOVER, Screen, show_failover
 from dynamo_trtllm.config.deployment import checked_deployment
-from dynamo_trtllm.launch.main import ReadyDeployment
+from dynamo_trtllm.launch.demonstration import ReadyDeployment
 from dynamo_trtllm.launch.process_output import ProcessOutput
 from dynamo_trtllm.launch.process_specs import ProcessSpec, processes
 from dynamo_trtllm.launch.running_deployments import LaunchRecord, ProcessRecord

@@ -10,7 +10,7 @@ import pytest
 from dynamo_trtllm.config import load as loading
 from dynamo_trtllm.config.deployment import checked_deployment, load_deployment
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.launch import main
+from dynamo_trtllm.launch import demonstration, main
 from dynamo_trtllm.launch.process_specs import processes
 from dynamo_trtllm.launch.running_deployments import LaunchRecord
 from dynamo_trtllm.protocol.errors import ConfigError
@@ -34,7 +34,7 @@ def answer(**stats):
 
 
 def test_report_when_answer_came_then_all_that_happened_is_named():
-    text = main.sample_report(answer(), "m", {"a1": "prefill", "b2": "decode-2"})
+    text = demonstration.sample_report(answer(), "m", {"a1": "prefill", "b2": "decode-2"})
     for part in (
         "Think.",
         "Two lines.",
@@ -49,7 +49,7 @@ def test_report_when_answer_came_then_all_that_happened_is_named():
 
 
 def test_report_without_prefill_worker_or_rate_says_so():
-    text = main.sample_report(
+    text = demonstration.sample_report(
         answer(prefill_instance=None, tokens_per_s=None, decode_instance="c3"), "m", {}
     )
     assert "prefill by: none" in text
@@ -58,24 +58,27 @@ def test_report_without_prefill_worker_or_rate_says_so():
 
 
 def test_report_of_mock_engine_says_text_is_random():
-    assert "random" in main.sample_report(answer(), "m", {}, is_mock=True)
-    assert "random" not in main.sample_report(answer(), "m", {})
+    assert "random" in demonstration.sample_report(answer(), "m", {}, is_mock=True)
+    assert "random" not in demonstration.sample_report(answer(), "m", {})
 
 
 @pytest.mark.parametrize(
-    ("model", "question"), [("smollm2", "What is the capital of France?"), ("m", main.PROMPT)]
+    ("model", "question"),
+    [("smollm2", "What is the capital of France?"), ("m", demonstration.PROMPT)],
 )
 def test_question_has_the_same_answer_each_time(model, question):
-    sent = main.sample_request(model)
+    sent = demonstration.sample_request(model)
     assert (sent["temperature"], sent["messages"][0]["content"]) == (0, question)
-    assert f"question:   {question}" in main.sample_report(answer(), model, {})
+    assert f"question:   {question}" in demonstration.sample_report(answer(), model, {})
 
 
 def test_next_step_is_the_guides_streaming_request():
-    words = shlex.split(main.next_step("http://localhost:8000", "tiny-gpt-oss").splitlines()[-1])
+    words = shlex.split(
+        demonstration.next_step("http://localhost:8000", "tiny-gpt-oss").splitlines()[-1]
+    )
     assert words[:3] == ["curl", "-N", "http://localhost:8000/v1/chat/completions"]
     sent = json.loads(words[-1])
-    assert sent == main.sample_request("tiny-gpt-oss") | {"stream": True}
+    assert sent == demonstration.sample_request("tiny-gpt-oss") | {"stream": True}
     assert sent["max_tokens"] == 200
 
 
@@ -83,7 +86,7 @@ async def test_ask_when_the_model_is_ready_later_then_the_answer_comes():
     not_yet = http(503, '{"reason": "loading"}')
     now = http(200, '{"status": "ready"}')
     with answering(not_yet, now, http(200, json.dumps(answer()))) as port:
-        assert await main.ask_sample(f"http://localhost:{port}", "m") == answer()
+        assert await demonstration.ask_sample(f"http://localhost:{port}", "m") == answer()
 
 
 @pytest.mark.parametrize(
@@ -99,10 +102,10 @@ async def test_ask_when_the_model_is_ready_later_then_the_answer_comes():
     ],
 )
 async def test_ask_when_it_fails_then_the_reason_is_given(monkeypatch, answers, why):
-    monkeypatch.setattr(main, "_MODEL_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(main, "_ANSWER_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(demonstration, "_MODEL_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(demonstration, "_ANSWER_TIMEOUT_S", 0.3)
     with answering(*answers) as port, pytest.raises(RunFailed, match=why):
-        await main.ask_sample(f"http://127.0.0.1:{port}", "m")
+        await demonstration.ask_sample(f"http://127.0.0.1:{port}", "m")
 
 
 class Supervised:
@@ -132,7 +135,7 @@ async def test_demo_prints_a_key_only_if_others_can_connect(
     deployment = load_deployment(Path("deploy/local/demo.yaml"), {})
     assert deployment.frontend is not None
     deployment.frontend["http_host"] = host
-    await main.run(deployment, log_format="text", demonstration=main.SAMPLE)
+    await main.run(deployment, log_format="text", demonstration=demonstration.SAMPLE)
     key = environs[0].get("DYN_TRTLLM_API_KEY", "")
     assert bool(key) == is_printed
     assert ("DYN_TRTLLM_API_KEY" in capsys.readouterr().out) == is_printed
