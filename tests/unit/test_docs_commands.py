@@ -13,7 +13,7 @@ from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.config.split_flags import split_words
 from dynamo_trtllm.protocol.errors import ConfigError
-from dynamo_trtllm.worker import main as worker
+from dynamo_trtllm.worker.show_arguments import argument_table
 from scripts.config_reference import PROGRAMS
 from tests.kit.cases import each_case
 
@@ -87,7 +87,7 @@ def test_documented_output_is_what_the_command_prints(
     argv = words[len(environ) + 2 :]
     assert words[len(environ) : len(environ) + 2] == ["dynamo-trtllm", "worker"]
     with pytest.raises((SystemExit, ConfigError)) as end:
-        load(WorkerConfig, prog="x", argv=argv, environ=environ, extra_text=worker.table)
+        load(WorkerConfig, prog="x", argv=argv, environ=environ, extra_text=argument_table)
     printed = capsys.readouterr().out
     if isinstance(end.value, ConfigError):
         printed = f"dynamo-trtllm worker: {end.value.message}\n"

@@ -20,7 +20,7 @@ from dynamo_trtllm.engines.trtllm.args import trtllm_args
 from dynamo_trtllm.frontend.http.openapi import document
 from dynamo_trtllm.protocol.messages import Role
 from dynamo_trtllm.worker.health import Health, health_app
-from dynamo_trtllm.worker.main import described
+from dynamo_trtllm.worker.show_arguments import describe_arguments
 from tests.kit.cases import each_case
 from tests.unit.deploy.kustomize import Doc, documents
 from tests.unit.deploy.recipes import (
@@ -193,7 +193,8 @@ def test_vllm_line_merged_with_file_has_four_gpus(pod: Pod, tmp_path: Path) -> N
     (tmp_path / name).write_text(config_map["data"][name])
     here = config.model_copy(update={"extra_engine_args": tmp_path / name})
     found = {
-        key: leaf.value for key, leaf in described(here.with_sources(config._sources)).given.items()
+        key: leaf.value
+        for key, leaf in describe_arguments(here.with_sources(config._sources)).given.items()
     }
     from_file = yaml.safe_load(config_map["data"][name])
     assert {key: found[key] for key in from_file} == from_file | {"tensor_parallel_size": gpus(pod)}

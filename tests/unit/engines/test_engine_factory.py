@@ -15,7 +15,7 @@ from dynamo_trtllm.engines.factory import create_engine
 from dynamo_trtllm.engines.trtllm.engine import TrtllmEngine
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.messages import Role
-from dynamo_trtllm.worker.main import described
+from dynamo_trtllm.worker.show_arguments import describe_arguments
 from tests.kit.cases import each_case
 from tests.kit.fake_packages import fake_tensorrt_llm
 
@@ -91,7 +91,7 @@ def test_arguments_reject_unsupported_kernel_profile(engine: str) -> None:
         ConfigError,
         match=f"--kernels-profile: the {engine} engine has no such setting. Remove the flag",
     ):
-        described(config)
+        describe_arguments(config)
 
 
 def trtllm_model(folder: Path) -> Path:

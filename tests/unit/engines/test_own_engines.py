@@ -19,7 +19,7 @@ from dynamo_trtllm.engines.factory import check_settings, create_engine, engine_
 from dynamo_trtllm.engines.method_checks import check_engine_class
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.worker.health import Health
-from dynamo_trtllm.worker.main import table
+from dynamo_trtllm.worker.show_arguments import argument_table
 from dynamo_trtllm.worker.startup import start_engine
 from dynamo_trtllm.worker.worker import Worker
 from tests.kit.cases import each_case
@@ -264,7 +264,7 @@ def test_setting_that_needs_a_capability_names_it(settings: dict[str, Any], prob
 
 def test_arguments_of_another_package_are_printed(packages: Packages) -> None:
     packages.install("acme", "args", f"{__name__}:WithArguments")
-    text = table(config_of(engine="args", override_engine_args={"beams": 3}))
+    text = argument_table(config_of(engine="args", override_engine_args={"beams": 3}))
     assert "arguments of the args engine" in text
     assert "beams" in text
 

@@ -9,8 +9,8 @@ from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.external.library import LibraryPackage
 from dynamo_trtllm.protocol.errors import ConfigError
-from dynamo_trtllm.worker import main
 from dynamo_trtllm.worker import main as worker_main
+from dynamo_trtllm.worker.show_arguments import argument_table, dump_arguments
 
 
 def worker(*argv: str, env: dict[str, str] | None = None) -> WorkerConfig:
@@ -36,7 +36,7 @@ def test_table_of_our_engine_shows_sources(engine: str, file: Path) -> None:
     config = worker(
         "--engine", engine, "--extra-engine-args", str(file), "--kv-block-size", "16", env=env
     )
-    found = rows(main.table(config))
+    found = rows(argument_table(config))
     assert found["max_batch_size"].split(maxsplit=1) == ["8", f"YAML {file}"]
     assert found["max_seq_len"].split(maxsplit=1) == ["77", "environment DYN_TRTLLM_MAX_SEQ_LEN"]
     assert found["kv_block_size"].split(maxsplit=1) == ["16", "flag --kv-block-size"]
@@ -44,14 +44,14 @@ def test_table_of_our_engine_shows_sources(engine: str, file: Path) -> None:
 
 
 def test_table_when_a_flag_beats_the_file_then_a_note_says_so(file: Path) -> None:
-    text = main.table(
+    text = argument_table(
         worker("--engine", "mock", "--extra-engine-args", str(file), "--max-batch-size", "9")
     )
     assert f"note: --max-batch-size 9 overrides max_batch_size 8 of YAML {file}\n" in text
 
 
 def test_table_of_built_config_names_the_configuration() -> None:
-    found = rows(main.table(WorkerConfig(model_path="m", engine="mock", max_batch_size=3)))
+    found = rows(argument_table(WorkerConfig(model_path="m", engine="mock", max_batch_size=3)))
     assert found["max_batch_size"].split() == ["3", "configuration"]
 
 
@@ -60,7 +60,9 @@ def test_table_without_tensorrt_llm_uses_newest_known_release(
     engine: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LibraryPackage, "is_installed", lambda _: False)
-    text = main.table(worker(*engine, "--kernels-profile", "hopper", "--tensor-parallel-size", "4"))
+    text = argument_table(
+        worker(*engine, "--kernels-profile", "hopper", "--tensor-parallel-size", "4")
+    )
     title = text.splitlines()[1]
     assert "TensorRT-LLM 1.4.0rc4, kernels profile hopper" in title
     assert "TensorRT-LLM is not installed" in title
@@ -81,7 +83,7 @@ def test_table_when_tensorrt_llm_is_installed_then_its_release(
 ) -> None:
     monkeypatch.setattr(LibraryPackage, "is_installed", lambda _: True)
     monkeypatch.setattr(LibraryPackage, "version", lambda _: "1.1.0")
-    text = main.table(worker("--engine", "trtllm", "--kernels-profile", "fallback"))
+    text = argument_table(worker("--engine", "trtllm", "--kernels-profile", "fallback"))
     assert text.splitlines()[1] == "arguments of TensorRT-LLM 1.1.0, kernels profile fallback"
     assert rows(text)["sampler_type"].split(maxsplit=1) == ["auto", "default (TensorRT-LLM 1.1.0)"]
     assert "num_serve_frontends" not in rows(text)  # of 1.3
@@ -89,7 +91,7 @@ def test_table_when_tensorrt_llm_is_installed_then_its_release(
 
 def test_dump_when_read_back_then_what_was_set_and_nothing_else(file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.yaml"
-    main.dump(
+    dump_arguments(
         worker("--engine", "mock", "--extra-engine-args", str(file), "--kv-block-size", "16"), out
     )
     assert read_yaml(out) == {"max_batch_size": 8, "kv_block_size": 16}
@@ -98,7 +100,7 @@ def test_dump_when_read_back_then_what_was_set_and_nothing_else(file: Path, tmp_
 
 def test_dump_to_unwritable_file_names_its_flag(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--dump-config-to .*: No such file or directory"):
-        main.dump(worker("--engine", "mock"), tmp_path / "missing" / "out.yaml")
+        dump_arguments(worker("--engine", "mock"), tmp_path / "missing" / "out.yaml")
 
 
 @pytest.mark.parametrize(
@@ -106,7 +108,7 @@ def test_dump_to_unwritable_file_names_its_flag(tmp_path: Path) -> None:
 )
 def test_trtllm_table_notes_the_cost_of_statistics(is_on: bool, said: str) -> None:
     override = f'{{"enable_iter_perf_stats": {str(is_on).lower()}}}'
-    text = main.table(
+    text = argument_table(
         worker(
             "--engine",
             "trtllm",

@@ -15,7 +15,7 @@ from dynamo_trtllm.engines.trtllm.kernel_profiles import load_profile
 from dynamo_trtllm.engines.warm_up import cache_folders
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.worker import main as worker_main
-from dynamo_trtllm.worker.main import exports
+from dynamo_trtllm.worker.show_arguments import shell_exports
 
 ROOT = Path(__file__).parents[3]
 
@@ -39,14 +39,14 @@ def evaluated(lines: str, **environment: str) -> dict[str, str]:
 
 
 def test_exports_set_profile_variables_and_compile_cache() -> None:
-    lines = exports(worker("--kernels-profile", "hopper", "--compile-cache", "/a b/'c'"), {})
+    lines = shell_exports(worker("--kernels-profile", "hopper", "--compile-cache", "/a b/'c'"), {})
     assert evaluated(lines) == load_profile("hopper").environment | cache_folders(Path("/a b/'c'"))
     assert evaluated(lines)["TRTLLM_ENABLE_PDL"] == "1"
 
 
 @pytest.mark.parametrize("value", ["y", "", "a 'b' $HOME \n`c`"])
 def test_exports_keep_a_variable_of_the_user(value: str) -> None:
-    lines = exports(worker("--kernels-profile", "hopper"), {"UCX_MEMTYPE_CACHE": value})
+    lines = shell_exports(worker("--kernels-profile", "hopper"), {"UCX_MEMTYPE_CACHE": value})
     assert evaluated(lines)["UCX_MEMTYPE_CACHE"] == value
     assert evaluated(lines, UCX_MEMTYPE_CACHE=value)["UCX_MEMTYPE_CACHE"] == value
 
@@ -61,7 +61,7 @@ def test_exports_without_profile_warn_unless_chosen(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr("dynamo_trtllm.engines.trtllm.kernel_profiles.visible_gpus", list)
-    first, *_ = exports(worker(*flags), {}).splitlines()
+    first, *_ = shell_exports(worker(*flags), {}).splitlines()
     assert first == "# kernel profile fallback"
     assert ("no kernel profile is for the GPUs of this host" in caplog.text) == warns
 
@@ -69,7 +69,7 @@ def test_exports_without_profile_warn_unless_chosen(
 @pytest.mark.parametrize("engine", ["torch", "vllm", "mock"])
 def test_exports_when_the_engine_is_another_one_then_rejected(engine: str) -> None:
     with pytest.raises(ConfigError, match=rf"which only trtllm has, not {engine}"):
-        exports(worker("--engine", engine), {})
+        shell_exports(worker("--engine", engine), {})
 
 
 def test_main_prints_environment_without_a_worker(

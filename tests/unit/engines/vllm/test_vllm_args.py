@@ -15,7 +15,7 @@ from dynamo_trtllm.engines.arguments import LibraryArgs
 from dynamo_trtllm.engines.vllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.vllm.args import CAPTURE_SIZES, vllm_args
 from dynamo_trtllm.protocol.errors import ConfigError
-from dynamo_trtllm.worker.main import table
+from dynamo_trtllm.worker.show_arguments import argument_table
 from tests.kit.cases import each_case
 
 CONFIGS = Path(__file__).parents[4] / "engine_configs" / "vllm"
@@ -210,7 +210,7 @@ def test_args_when_no_role_is_said_then_a_note_says_which_it_is() -> None:
 
 def test_print_config_shows_every_source() -> None:
     words = ["--model", "m", "--engine", "vllm", "--tensor-parallel-size", "2"]
-    shown = table(load(WorkerConfig, prog="p", argv=words, environ={}))
+    shown = argument_table(load(WorkerConfig, prog="p", argv=words, environ={}))
     rows = {line.split("  ")[0]: line for line in shown.splitlines()}
     assert rows["tensor_parallel_size"].endswith("flag --tensor-parallel-size")
     assert rows["enable_prefix_caching"].endswith("the vllm engine")
@@ -291,5 +291,5 @@ def test_blocks_set_or_not_transferred_are_unchanged(
 
 def test_long_lists_are_shortened_in_the_table_of_arguments() -> None:
     words = ["--model", "m", "--engine", "vllm"]
-    shown = table(load(WorkerConfig, prog="p", argv=words, environ={}))
+    shown = argument_table(load(WorkerConfig, prog="p", argv=words, environ={}))
     assert "[1, 2, 4, ... 4096] (75 values)" in shown
