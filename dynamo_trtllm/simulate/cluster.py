@@ -66,7 +66,7 @@ from dynamo_trtllm.simulate.workload import (
 from dynamo_trtllm.support.background import BackgroundTasks
 from dynamo_trtllm.worker.cost_fit import CostFit
 from dynamo_trtllm.worker.description import admission_of, describe
-from dynamo_trtllm.worker.health import broadcast_load
+from dynamo_trtllm.worker.load_reports import broadcast_load
 from dynamo_trtllm.worker.service import WorkerService
 from dynamo_trtllm.worker.timing import TIMING
 

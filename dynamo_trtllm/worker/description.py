@@ -20,7 +20,12 @@ from dynamo_trtllm.protocol.messages import (
     SamplingDefaults,
 )
 from dynamo_trtllm.protocol.shares import Shares
-from dynamo_trtllm.worker import startup
+from dynamo_trtllm.worker.card import (
+    digest,
+    parser_names,
+    with_custom_template,
+    without_unsupported,
+)
 from dynamo_trtllm.worker.timing import WorkerTiming
 from dynamo_trtllm.worker.worker_admission import WorkerAdmission
 
@@ -47,18 +52,18 @@ def describe(
     limits = info.limits
     if config.disaggregation_mode is Role.ELASTIC:
         limits = _elastic_limits(config, info)
-    files = startup.with_template(config, info.renderer, info.files)
-    digests = {name: startup.digest(path) for name, path in files.items()}
+    files = with_custom_template(config, info.renderer, info.files)
+    digests = {name: digest(path) for name, path in files.items()}
     card = ModelDeploymentCard(
         name=config.model_name,
         context_length=info.context_length,
         vocab_size=info.vocab_size,
         eos_token_ids=info.eos_token_ids,
         renderer=info.renderer,
-        **startup.parsers(config, info.renderer),
+        **parser_names(config, info.renderer),
         unsupported_features=info.unsupported_features,
         files=digests,
-        sampling_defaults=startup.without_unsupported(sampling_defaults, info.unsupported_features),
+        sampling_defaults=without_unsupported(sampling_defaults, info.unsupported_features),
     )
     instance = Instance(
         id=instance_id,

@@ -1,5 +1,6 @@
-"""Serve a worker's /live, /ready, /health, /metrics, /sleep and /wake over HTTP, and broadcast the
-load of the worker, by which frontends choose workers for requests.
+"""Serve /live, /ready, /health and /metrics of a worker or a planner over HTTP.
+
+Workers also have /sleep and /wake.
 """
 
 from __future__ import annotations
@@ -7,13 +8,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
-from dynamo_trtllm.protocol.messages import LoadReport, encode
 from dynamo_trtllm.protocol.shares import Shares, shares_object
 from dynamo_trtllm.support.background import BackgroundTasks
 from dynamo_trtllm.support.http_server.exchange import Handler, HttpRequest, HttpResponse
@@ -22,7 +20,6 @@ from dynamo_trtllm.support.http_server.server import Guard, HttpServer, Route, R
 from dynamo_trtllm.support.network.addresses import is_loopback, shown_address
 from dynamo_trtllm.support.network.listening import listen
 from dynamo_trtllm.support.tls import ServerCertificate
-from dynamo_trtllm.worker.timing import TIMING, WorkerTiming
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +36,7 @@ LIMITS = ConnectionLimits(
 
 @dataclass(slots=True)
 class Health:
-    """Health of a worker. The worker updates it and the routes read it."""
+    """Health of a worker or a planner. The process updates it, and the routes read it."""
 
     # One of: starting, loading, registering, serving, draining, asleep, waking, stopped.
     phase: str = "starting"
@@ -64,7 +61,7 @@ class Health:
 
     @property
     def is_ready(self) -> bool:
-        """Return True if the worker accepts requests."""
+        """Return True if a worker accepts requests, or a planner plans."""
         return self.phase == "serving" and not self.why_not_ready
 
 
@@ -186,45 +183,3 @@ async def health_server(
             server.stop()
             # An exception of the task is not raised: `BackgroundTasks` has reported it.
             await asyncio.gather(task, return_exceptions=True)
-
-
-async def broadcast_load(
-    load: Callable[[], LoadReport],
-    called: asyncio.Event,
-    publish: Callable[[bytes], bool],
-    timing: WorkerTiming = TIMING,
-) -> None:
-    """Publish the load soon after each change, and from time to time while it does not change.
-
-    This runs until it is cancelled. While no request runs, the task sleeps, so that thousands of
-    idle workers cost little.
-
-    Args:
-        load: returns the load.
-        called: is set by each call to the worker.
-        publish: sends a report. Returns False if it can't be sent now. It is then tried again.
-        timing: how long to wait between two reports.
-    """
-    clock = asyncio.get_running_loop().time
-    last: LoadReport | None = None
-    published_at = 0.0
-    while True:
-        was_called = called.is_set()
-        called.clear()
-        report = load()
-        # Each report has a new number, which does not count as a change.
-        is_same = last is not None and msgspec.structs.replace(last, number=report.number) == report
-        if not is_same or clock() - published_at >= timing.unchanged_load_s:
-            if not publish(encode(report)):
-                await asyncio.sleep(timing.load_broadcast_s)
-                continue
-            published_at = clock()
-        last = report
-        if not is_same or was_called or report.running or report.waiting:
-            await asyncio.sleep(timing.load_broadcast_s)
-            continue
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timing.unchanged_load_s):
-                await called.wait()
-            # Wait a moment, so that one report covers the calls that arrive together.
-            await asyncio.sleep(timing.called_s)

@@ -48,7 +48,7 @@ from dynamo_trtllm.protocol.messages import (
     encode,
 )
 from dynamo_trtllm.protocol.streams import OnEvent, Stream, StreamEvent, StreamHandle
-from dynamo_trtllm.worker import startup
+from dynamo_trtllm.worker.card import file_chunk
 from dynamo_trtllm.worker.cost_fit import CallSample, CostFit
 from dynamo_trtllm.worker.engine_events import EngineEvents, is_foreign
 from dynamo_trtllm.worker.timing import TIMING, WorkerTiming
@@ -425,7 +425,7 @@ class WorkerService:
     async def control(self, verb: Control) -> bytes:
         match verb:
             case messages.GetFile(sha256, offset):
-                return encode(startup.file_chunk(self.files, sha256, offset))
+                return encode(file_chunk(self.files, sha256, offset))
             case messages.ReleaseKv(transfer_id, outcome):
                 if isinstance(self.engine, TransfersKv):
                     self.engine.release(transfer_id, outcome)

@@ -26,7 +26,8 @@ class WorkerTiming:
     # 1.6 times as long.
     load_broadcast_s: float = 0.25
     unchanged_load_s: float = 10.0  # time between two broadcasts of a load that does not change
-    called_s: float = 0.05  # time between a call and the broadcast that it causes
+    # Time between a call and the broadcast that it causes. This broadcast covers further calls.
+    collect_calls_s: float = 0.05
 
 
 TIMING = WorkerTiming()

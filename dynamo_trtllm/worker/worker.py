@@ -66,9 +66,11 @@ from dynamo_trtllm.support.network.addresses import (
 from dynamo_trtllm.support.network.listening import allow_files
 from dynamo_trtllm.support.tls import server_certificate
 from dynamo_trtllm.worker import startup
+from dynamo_trtllm.worker.card import check_card_flags, sampling_defaults
 from dynamo_trtllm.worker.cluster_watch import follow_cluster
 from dynamo_trtllm.worker.description import admission_of, describe
-from dynamo_trtllm.worker.health import Health, broadcast_load, health_app, health_server
+from dynamo_trtllm.worker.health import Health, health_app, health_server
+from dynamo_trtllm.worker.load_reports import broadcast_load
 from dynamo_trtllm.worker.service import WorkerService
 from dynamo_trtllm.worker.started_worker import StartedWorker
 from dynamo_trtllm.worker.timing import TIMING, WorkerTiming
@@ -136,11 +138,11 @@ def _check_worker_settings(config: WorkerConfig, kind: EngineKind | None) -> _Ch
     if kind.traits.reads_model:
         update = {"model_path": str(resolve(model)), "served_model_name": config.model_name}
         config = config.model_copy(update=update)
-        defaults = startup.sampling_defaults(config, model)
+        defaults = sampling_defaults(config, model)
     else:
         defaults = SamplingDefaults()
     records.check_model_name(config.model_name)
-    startup.check_flags(config, reads_model=kind.traits.reads_model)
+    check_card_flags(config, reads_model=kind.traits.reads_model)
     if kind.traits.uses_kv_transfer_host:
         config = _with_kv_transfer_host(config)
     return _CheckedSettings(config, defaults, kind)

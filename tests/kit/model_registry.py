@@ -30,8 +30,8 @@ from dynamo_trtllm.protocol.messages import (
     encode,
 )
 from dynamo_trtllm.protocol.streams import OnEvent, StreamHandle
+from dynamo_trtllm.worker.card import digest
 from dynamo_trtllm.worker.service import WorkerService
-from dynamo_trtllm.worker.startup import digest
 from dynamo_trtllm.worker.worker_admission import WorkerAdmission
 from tests.kit.generator_streams import ChunkEngine
 from tests.kit.instances import CARD, make_instance

@@ -14,7 +14,7 @@ from tokenizers import pre_tokenizers
 
 from dynamo_trtllm.frontend.routing.model_registry import RegistryTiming
 from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
-from dynamo_trtllm.worker.startup import FILE_CHUNK_BYTES
+from dynamo_trtllm.worker.card import FILE_CHUNK_BYTES
 from tests.kit.generation_plans import TemplateModels, harmony_model
 from tests.kit.model_registry import TEMPLATE, Frontend
 from tests.kit.routing import Cluster

@@ -20,7 +20,7 @@ from dynamo_trtllm.frontend.tokenization.conversation import Conversation, Messa
 from dynamo_trtllm.frontend.tokenization.harmony import HarmonyRenderer
 from dynamo_trtllm.protocol.errors import EngineNotReady, ModelNotFound
 from dynamo_trtllm.protocol.messages import Role, encode
-from dynamo_trtllm.worker.startup import FILE_CHUNK_BYTES, digest
+from dynamo_trtllm.worker.card import FILE_CHUNK_BYTES, digest
 from tests.kit.instances import CARD, make_instance
 from tests.kit.model_registry import (
     HARMONY,

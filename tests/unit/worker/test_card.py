@@ -14,15 +14,15 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.engine_interface import EngineInfo
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.messages import Limits, SamplingDefaults
-from dynamo_trtllm.worker.description import describe
-from dynamo_trtllm.worker.startup import (
-    check_flags,
+from dynamo_trtllm.worker.card import (
+    check_card_flags,
     digest,
-    parsers,
+    parser_names,
     sampling_defaults,
-    with_template,
+    with_custom_template,
     without_unsupported,
 )
+from dynamo_trtllm.worker.description import describe
 from tests.kit.cases import each_case
 from tests.kit.instances import LAYOUT
 
@@ -51,7 +51,7 @@ from tests.kit.instances import LAYOUT
 def test_parsers_of_the_format_go_on_the_card(
     renderer: str, flags: dict[str, Any], expected: tuple[str, str]
 ) -> None:
-    found = parsers(WorkerConfig(model_path="m", **flags), renderer)
+    found = parser_names(WorkerConfig(model_path="m", **flags), renderer)
     assert (found["reasoning_parser"], found["tool_call_parser"]) == expected
 
 
@@ -73,7 +73,7 @@ def test_parsers_of_another_format_are_rejected_by_flag(
     with pytest.raises(
         ConfigError, match=f"--dyn-{flag}-parser {value} does not fit .* or leave the flag out"
     ) as caught:
-        parsers(WorkerConfig(model_path="m", **{field: value}), renderer)
+        parser_names(WorkerConfig(model_path="m", **{field: value}), renderer)
     assert caught.value.field == field
 
 
@@ -83,7 +83,7 @@ def test_check_flags_rejects_a_known_wrong_format(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     with pytest.raises(ConfigError, match=f"--dyn-reasoning-parser {parser}"):
-        check_flags(
+        check_card_flags(
             WorkerConfig(model_path=str(tmp_path), dyn_reasoning_parser=parser), reads_model=True
         )
 
@@ -92,7 +92,7 @@ def test_check_flags_rejects_a_known_wrong_format(
 def test_check_flags_accepts_an_unknown_format(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
-    check_flags(
+    check_card_flags(
         WorkerConfig(model_path=str(tmp_path), dyn_reasoning_parser="basic"), reads_model=True
     )
 
@@ -102,13 +102,15 @@ def test_template_replaces_that_of_the_model(tmp_path: Path) -> None:
     template.write_text("{{ messages }}")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     config = WorkerConfig(model_path=str(tmp_path), custom_jinja_template=template)
-    check_flags(config, reads_model=True)
+    check_card_flags(config, reads_model=True)
     own = {
         "tokenizer.json": tmp_path / "tokenizer.json",
         "chat_template.jinja": tmp_path / "chat_template.jinja",
     }
-    assert with_template(config, "chat_template", own) == own | {"chat_template.jinja": template}
-    assert with_template(WorkerConfig(model_path="m"), "chat_template", own) == own
+    assert with_custom_template(config, "chat_template", own) == own | {
+        "chat_template.jinja": template
+    }
+    assert with_custom_template(WorkerConfig(model_path="m"), "chat_template", own) == own
 
 
 def test_template_hash_is_on_the_card(tmp_path: Path) -> None:
@@ -152,7 +154,7 @@ def test_template_without_effect_is_rejected(
     if content is not None:
         template.write_bytes(content)
     with pytest.raises(ConfigError, match=f"--custom-jinja-template .*{problem}"):
-        check_flags(
+        check_card_flags(
             WorkerConfig(model_path=str(tmp_path), custom_jinja_template=template), reads_model=True
         )
 

@@ -17,13 +17,11 @@ import pytest
 from dynamo_trtllm.access.access_control import AccessControl
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.protocol.errors import ConfigError
-from dynamo_trtllm.protocol.messages import LoadReport, decode
 from dynamo_trtllm.support.background import BackgroundTasks
 from dynamo_trtllm.support.http_server import server
 from dynamo_trtllm.support.http_server.connection import HttpConnection
 from dynamo_trtllm.worker import health
-from dynamo_trtllm.worker.health import Health, broadcast_load, health_app, health_server
-from dynamo_trtllm.worker.timing import WorkerTiming
+from dynamo_trtllm.worker.health import Health, health_app, health_server
 from tests.kit.cases import each_case
 from tests.kit.certificates import client_context, shared_server_certificate
 from tests.kit.memory_http import asgi
@@ -261,64 +259,3 @@ async def test_server_closes_a_connection_that_is_not_read(monkeypatch: pytest.M
         writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
         await ended.wait()
         writer.transport.abort()
-
-
-async def test_broadcast_of_idle_worker_sleeps_until_a_call() -> None:
-    running = 0
-    num_read = 0
-    sent = list[LoadReport]()
-    called = asyncio.Event()
-    is_up = True
-
-    def load() -> LoadReport:
-        nonlocal num_read
-        num_read += 1
-        return LoadReport(7, num_read, running, 0, 0, 0, 0, 0)
-
-    def publish(data: bytes) -> bool:
-        if is_up:
-            sent.append(decode(data, LoadReport))
-        return is_up
-
-    async def settle() -> list[int]:
-        for _ in range(20):
-            await asyncio.sleep(0)
-        return [report.running for report in sent]
-
-    timing = WorkerTiming(load_broadcast_s=0.0, called_s=0.0)
-    task = asyncio.create_task(broadcast_load(load, called, publish, timing))
-    assert await settle() == [0]
-    assert num_read == 2
-    called.set()
-    running = 3
-    assert await settle() == [0, 3]
-    assert num_read > 10
-    running = 0
-    is_up = False
-    assert await settle() == [0, 3]
-    is_up = True  # what was not accepted is sent again
-    assert await settle() == [0, 3, 0]
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-
-
-async def test_broadcast_repeats_an_unchanged_load() -> None:
-    num_sent = 0
-    is_repeated = asyncio.Event()
-
-    def load() -> LoadReport:
-        return LoadReport(7, 1, 0, 0, 0, 0, 0, 0)
-
-    def publish(_: bytes) -> bool:
-        nonlocal num_sent
-        num_sent += 1
-        if num_sent == 5:
-            is_repeated.set()
-        return True
-
-    timing = WorkerTiming(load_broadcast_s=0.0, called_s=0.0, unchanged_load_s=0.0)
-    task = asyncio.create_task(broadcast_load(load, asyncio.Event(), publish, timing))
-    async with asyncio.timeout(SOON_S):
-        await is_repeated.wait()
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)

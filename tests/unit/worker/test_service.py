@@ -49,9 +49,9 @@ from dynamo_trtllm.protocol.messages import (
     token_ids,
 )
 from dynamo_trtllm.protocol.streams import as_stream
+from dynamo_trtllm.worker.card import FILE_CHUNK_BYTES, digest
 from dynamo_trtllm.worker.cost_fit import CallSample
 from dynamo_trtllm.worker.service import WorkerService
-from dynamo_trtllm.worker.startup import FILE_CHUNK_BYTES, digest
 from dynamo_trtllm.worker.timing import TIMING, WorkerTiming
 from dynamo_trtllm.worker.worker_admission import WorkerAdmission
 from tests.kit.cases import each_case
