@@ -13,9 +13,9 @@ from dynamo_trtllm.engines.capabilities import MAX_STEPS
 from dynamo_trtllm.engines.chunk_size import ChunkSize
 from dynamo_trtllm.engines.engine_interface import EngineStats
 from dynamo_trtllm.engines.mock.args import MockArgs
-from dynamo_trtllm.engines.mock.posts import Posts
 from dynamo_trtllm.engines.mock.step_times import StepTimes
 from dynamo_trtllm.engines.mock.stream import MockStream
+from dynamo_trtllm.engines.mock.transfer_posts import TransferPosts
 from dynamo_trtllm.engines.waiting_requests import (
     MAX_WAIT_S,
     enqueue,
@@ -74,9 +74,9 @@ class MockScheduler:
         self._blocks = BlockManager(
             args.kv_cache_blocks, args.kv_block_size, has_prefix_cache=args.enable_prefix_caching
         )
-        self._posts = Posts()
-        # What sends results of the last step, once the step that runs has been launched.
-        self._held: list[Callable[[], None]] = []
+        self._posts = TransferPosts()
+        # Send the results of the last step, once the step that runs has been launched.
+        self._delayed_sends: list[Callable[[], None]] = []
         self._sent_s = 0.0  # when results were last sent
         self._step_number = 0  # the number of the step that runs, or of the last one
         # How many tokens of this step decode requests take. Prompts can't have these.
@@ -240,7 +240,6 @@ class MockScheduler:
         A step starts when the time of the step before it is over, so other work on the event loop
         does not lengthen steps.
         """
-        is_constant = self._args.is_constant
         begun_s = 0.0  # when the step would begin if no other work delayed it
         last_s = 0.0  # when the last step really ended
         try:
@@ -250,7 +249,7 @@ class MockScheduler:
                 self._admit()
                 pause_s = self._posts.begin(self._step_number)
                 if not any(self._is_in_step(stream) for stream in self._running):
-                    self._send_held()
+                    self._send_delayed()
                     self._next_unplanned = 0  # nothing is planned: any step takes what comes
                     if self._has_later_work():
                         # All streams that were planned for this step were cancelled. Streams that
@@ -264,10 +263,7 @@ class MockScheduler:
                     continue
                 prompts = self._plan_prompts()
                 decoding = self._decoding()
-                if is_constant:
-                    step_s = self._args.step_s + pause_s
-                else:
-                    step_s = self._step_times.seconds(prompts, decoding) + pause_s
+                step_s = self._step_times.seconds(prompts, decoding) + pause_s
                 await self._launch(prompts, begun_s + step_s)
                 await asyncio.sleep(begun_s + step_s - self._clock())
                 now = self._clock()
@@ -298,8 +294,8 @@ class MockScheduler:
             self._next_unplanned = self._step_number + 1
             launched_s = self._sent_s + self._args.prefill_launch_s
             await asyncio.sleep(min(launched_s, end_s) - self._clock())
-        if self._held:
-            self._send_held()
+        if self._delayed_sends:
+            self._send_delayed()
         self._plan_next(prompts)
 
     def _plan_prompts(self) -> dict[MockStream, int]:
@@ -485,7 +481,7 @@ class MockScheduler:
             stream.prefill_left -= count
         self._prompts = [stream for stream in self._prompts if stream.prefill_left]
         is_launch_slow = self._is_launch_slow()
-        emit = self._hold if is_launch_slow else MockStream.emit
+        emit = self._delay if is_launch_slow else MockStream.emit
         sends_each = self._tokens_per_event == 1 or is_launch_slow
         now = self._clock()
         for stream in decoding:
@@ -496,11 +492,11 @@ class MockScheduler:
             if sends_each or stream.wanted == 1 or stream.num_output < 2:
                 self._generate(stream, emit)
             else:
-                self._generate_held(stream, now)
+                self._generate_unsent(stream, now)
         for stream in prompts:
             if stream.wanted > 0 and not stream.prefill_left:
                 self._generate(stream, emit)
-        if not self._held:
+        if not self._delayed_sends:
             self._sent_s = self._clock()
         if num_decoding or prefill_tokens:
             sample = StepSample(
@@ -517,41 +513,42 @@ class MockScheduler:
             num_tokens += self._waiting[0].prefill_left
         return num_tokens > self._args.max_graph_tokens
 
-    def _hold(self, stream: MockStream, chunk: Chunk) -> None:
-        self._held.append(partial(stream.emit, chunk))
+    def _delay(self, stream: MockStream, chunk: Chunk) -> None:
+        """Send a chunk once the next step has been launched."""
+        self._delayed_sends.append(partial(stream.emit, chunk))
 
-    def _send_held(self) -> None:
+    def _send_delayed(self) -> None:
         """Send the results that waited for the launch of a step."""
-        for send in self._held:
+        for send in self._delayed_sends:
             send()
-        self._held.clear()
+        self._delayed_sends.clear()
         self._sent_s = self._clock()
 
-    def _generate_held(self, stream: MockStream, now: float) -> None:
+    def _generate_unsent(self, stream: MockStream, now: float) -> None:
         """Generate a token of a stream that is not among its first two, and not its last one.
 
         It is sent together with the next tokens.
         """
         stream.num_output += 1
         stream.wanted -= 1
-        stream.num_held += 1
+        stream.num_unsent += 1
         # `note_token` does the same. Calls of it would take a part of a simulation's time.
         gap_s = now - stream.token_s
         if gap_s > stream.worst_gap_s:
             stream.worst_gap_s = gap_s
         stream.token_s = now
-        if stream.num_held >= self._tokens_per_event:
-            stream.send_held()
+        if stream.num_unsent >= self._tokens_per_event:
+            stream.send_unsent()
 
     def _generate(self, stream: MockStream, emit: Callable[[MockStream, Chunk], None]) -> None:
         """Generate the next token of a stream.
 
         Args:
             stream: the stream.
-            emit: a function that sends the chunk, or holds it for later.
+            emit: a function that sends the chunk, or delays it.
         """
         request = stream.request
-        stream.send_held()
+        stream.send_unsent()
         first = stream.token(stream.num_output)
         new = token_ids((first,))
         stats = None

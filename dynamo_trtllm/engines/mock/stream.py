@@ -57,7 +57,7 @@ class MockStream(TaskStream):
         self.block_table = BlockTable()
         self.prefill_left = 0 if request.kv_params else len(request.token_ids)
         self.num_output = 0  # output tokens so far
-        self.num_held = 0  # number of the newest output tokens that were not sent yet
+        self.num_unsent = 0  # number of the newest output tokens that were not sent yet
         self.token_s = math.inf  # when the newest token was generated or sent
         self.worst_gap_s = 0.0  # longest time between two tokens
         self.wanted = 0  # number of tokens to generate, one per step
@@ -106,11 +106,11 @@ class MockStream(TaskStream):
         self.worst_gap_s = max(self.worst_gap_s, now_s - self.token_s)
         self.token_s = now_s
 
-    def send_held(self) -> None:
+    def send_unsent(self) -> None:
         """Send the tokens that were generated and not sent yet. Their times were noted."""
-        if self.num_held:
-            indices = range(self.num_output - self.num_held, self.num_output)
-            self.num_held = 0
+        if self.num_unsent:
+            indices = range(self.num_output - self.num_unsent, self.num_output)
+            self.num_unsent = 0
             super().emit(Chunk(token_ids=token_ids(map(self.token, indices))))
 
     def attention_pairs(self, count: int) -> float:

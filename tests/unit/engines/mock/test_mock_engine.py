@@ -20,9 +20,9 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.chunk_size import ChunkSize
 from dynamo_trtllm.engines.mock.args import MockArgs
 from dynamo_trtllm.engines.mock.engine import MockEngine
-from dynamo_trtllm.engines.mock.posts import Posts
 from dynamo_trtllm.engines.mock.scheduler import MockScheduler
 from dynamo_trtllm.engines.mock.stream import MAX_SEED, MockStream
+from dynamo_trtllm.engines.mock.transfer_posts import TransferPosts
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion
 from dynamo_trtllm.kv_transfer.transfer_backend import Destination
 from dynamo_trtllm.protocol.clocks import Clocks
@@ -411,7 +411,7 @@ def test_decode_calls_do_not_wait_for_prompts_of_elastic_engines(plan_ahead: boo
 
 
 async def test_kv_transfers_begin_before_their_step_and_delay_it() -> None:
-    posts = Posts()
+    posts = TransferPosts()
     first = posts.add(0.2, first_step=1)
     cancelled = posts.add(0.4, first_step=1)
     second = posts.add(0.3, first_step=2)

@@ -1,4 +1,4 @@
-"""The KV transfers of a mock engine that wait until they may begin."""
+"""Begin the KV transfers of a mock engine between its steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class _Post(NamedTuple):
     first_step: int  # the number of the first step before which it may begin
 
 
-class Posts:
+class TransferPosts:
     """KV transfers that begin between two steps, and delay the next one.
 
     So it is in engines whose thread runs the steps and posts the transfers.
