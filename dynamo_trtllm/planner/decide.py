@@ -20,14 +20,11 @@ from dynamo_trtllm.planner.predict import (
     TimeLimits,
 )
 from dynamo_trtllm.protocol.cost_model import CostModel
-from dynamo_trtllm.protocol.errors import ConfigError
-from dynamo_trtllm.protocol.shares import ALL_WORK, Shares
+from dynamo_trtllm.protocol.shares import ALL_WORK, DECODE_ONLY, PREFILL_ONLY, Shares
 
 NO_ELASTIC_WORKERS: Final = (
     "there is no elastic worker; start some with --disaggregation-mode elastic"
 )
-PREFILL_ONLY: Final = Shares(1.0, 0.0)
-DECODE_ONLY: Final = Shares(0.0, 1.0)
 # The shares of a worker that turns to prefill while it still runs streams. The worker gets no new
 # streams, and fewer prompts until its streams have ended. With vLLM on an H200, a prompt takes 2.6
 # times as long beside streams (see `engines.chunk_size`).
@@ -116,29 +113,16 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     unreachable: tuple[str, ...] = ()  # the limits that no number of workers keeps, as text
 
 
-class History(NamedTuple):
-    """What a decision needs to know of earlier decisions."""
+class ChangeTiming(NamedTuple):
+    """What a decision needs to know of earlier decisions: the timing of changes."""
 
     changed_at_s: float = -math.inf  # when the shares were changed last
     better_since_s: float | None = None  # since when a change is better. None: no change is better
 
 
-def check_limits(limits: TimeLimits) -> None:
-    """Check the limits.
-
-    Raises:
-        ConfigError: a limit is not a number above 0.
-    """
-    for name, limit_s in (("TTFT", limits.ttft_s), ("ITL", limits.itl_s)):
-        if not 0 < limit_s < math.inf:
-            raise ConfigError(
-                f"the {name} limit is {1000 * limit_s:g} ms; it must be a number above 0"
-            )
-
-
 def decide(
-    observation: Observation, limits: TimeLimits, history: History
-) -> tuple[Decision, History]:
+    observation: Observation, limits: TimeLimits, timing: ChangeTiming
+) -> tuple[Decision, ChangeTiming]:
     """Decide which shares elastic workers should have, from what is predicted for the next seconds.
 
     * The shares stay while they are predicted to keep both limits with headroom.
@@ -165,28 +149,24 @@ def decide(
         observation: what is known of the workers.
         limits: the limits. If an idle worker needs more than MAX_PART of a limit for one request,
             twice this time replaces the limit; `Decision.unreachable` names those it can't keep.
-        history: the history of the last decision, or `History()` at the start.
+        timing: the timing that the last decision returned, or `ChangeTiming()` at the start.
 
     Returns:
-        The decision, and the history for the next decision, if its changes are made.
-
-    Raises:
-        ConfigError: see `check_limits`.
+        The decision, and the timing for the next decision, if its changes are made.
     """
-    check_limits(limits)
-    undecided = _undecided(observation)
-    if undecided is not None:
-        return undecided, history._replace(better_since_s=None)
+    decision = _decision_without_prediction(observation)
+    if decision is not None:
+        return decision, timing._replace(better_since_s=None)
     assert observation.cost is not None
     workers = [worker for worker in observation.workers if worker.is_fresh]
     present = _role_counts(workers)
     demand = _demand(observation, workers)
     predictor = Predictor(observation.cost, demand, limits, _stream_groups(workers))
-    decision = _compare(observation, workers, present, predictor)
+    decision = _predicted_decision(observation, workers, present, predictor)
     if decision.outcome is DecisionOutcome.CHANGE:
-        decision, history = _delayed(decision, observation.at_s, history)
+        decision, timing = _unless_too_early(decision, observation.at_s, timing)
     else:
-        history = history._replace(better_since_s=None)
+        timing = timing._replace(better_since_s=None)
     drained = {} if decision.changes else _drained(workers)
     if drained:
         decision = msgspec.structs.replace(
@@ -195,10 +175,10 @@ def decide(
             changes=drained,
             reason=_drained_reason(workers, drained),
         )
-    return decision, history
+    return decision, timing
 
 
-def _undecided(observation: Observation) -> Decision | None:
+def _decision_without_prediction(observation: Observation) -> Decision | None:
     """Return the decision if nothing can be predicted or chosen, and otherwise None."""
     elastic = [worker for worker in observation.workers if worker.is_elastic]
     fresh = [worker for worker in observation.workers if worker.is_fresh]
@@ -307,7 +287,7 @@ def _growth_per_s(workers: Sequence[WorkerState], streams: float) -> float:
     return max(0.0, more - by_chance) / GROWTH_S
 
 
-def _compare(
+def _predicted_decision(
     observation: Observation,
     workers: Sequence[WorkerState],
     present: RoleCounts,
@@ -485,14 +465,16 @@ def _reason(
     return f"{shortage} with {present}: {before}; {counts}: {after}"
 
 
-def _delayed(decision: Decision, now_s: float, history: History) -> tuple[Decision, History]:
+def _unless_too_early(
+    decision: Decision, now_s: float, timing: ChangeTiming
+) -> tuple[Decision, ChangeTiming]:
     """Return the change if it is due, and otherwise the decision to wait."""
-    since_s = now_s if history.better_since_s is None else history.better_since_s
+    since_s = now_s if timing.better_since_s is None else timing.better_since_s
     held_s = now_s - since_s
     is_urgent = decision.before is None  # a kind of call has no worker
-    is_due = held_s >= HOLD_S and now_s - history.changed_at_s >= MIN_INTERVAL_S
+    is_due = held_s >= HOLD_S and now_s - timing.changed_at_s >= MIN_INTERVAL_S
     if is_urgent or is_due:
-        return decision, History(changed_at_s=now_s)
+        return decision, ChangeTiming(changed_at_s=now_s)
     waiting = msgspec.structs.replace(
         decision,
         outcome=DecisionOutcome.WAITING,
@@ -500,4 +482,4 @@ def _delayed(decision: Decision, now_s: float, history: History) -> tuple[Decisi
         counts=decision.present,
         reason=f"a change is near, if it stays better: {decision.reason}",
     )
-    return waiting, history._replace(better_since_s=since_s)
+    return waiting, timing._replace(better_since_s=since_s)

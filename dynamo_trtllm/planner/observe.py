@@ -13,17 +13,11 @@ from typing import Final, NamedTuple
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.frontend.routing.pairs import pairing_key
 from dynamo_trtllm.frontend.routing.worker_load import STALE_S, ClusterLoad, cost_of_equals
-from dynamo_trtllm.planner.decide import (
-    DECODE_ONLY,
-    GROWTH_S,
-    PREFILL_ONLY,
-    Observation,
-    WorkerState,
-)
+from dynamo_trtllm.planner.decide import GROWTH_S, Observation, WorkerState
 from dynamo_trtllm.planner.frontend_queues import FrontendQueue, FrontendQueues
 from dynamo_trtllm.protocol.frontend_usage import FrontendUsage
 from dynamo_trtllm.protocol.messages import Instance, LoadReport, Role
-from dynamo_trtllm.protocol.shares import Shares
+from dynamo_trtllm.protocol.shares import DECODE_ONLY, PREFILL_ONLY, Shares
 
 WINDOW_S: Final = 10.0  # rates are means over this time
 # Rates over a shorter time would depend on chance. Until this time has passed since the start, a

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from dynamo_trtllm.planner.decide import Decision, History, check_limits, decide
+from dynamo_trtllm.planner.decide import ChangeTiming, Decision, decide
 from dynamo_trtllm.planner.observe import Observer, PoolKey
 from dynamo_trtllm.planner.predict import TimeLimits
 from dynamo_trtllm.protocol.shares import MAX_REASON_CHARACTERS, Shares
@@ -22,16 +22,12 @@ class Planner:
     Args:
         observer: what is known of the workers.
         limits: the limits of the times of requests.
-
-    Raises:
-        ConfigError: a limit is not a number above 0.
     """
 
     def __init__(self, observer: Observer, limits: TimeLimits) -> None:
-        check_limits(limits)
         self._observer = observer
         self._limits = limits
-        self._histories: dict[PoolKey, History] = {}
+        self._timings: dict[PoolKey, ChangeTiming] = {}
 
     def decisions(self, now: float) -> dict[PoolKey, Decision]:
         """Return a decision for each pool. The decisions of earlier calls count as carried out.
@@ -40,12 +36,12 @@ class Planner:
             now: seconds of a monotonic clock.
         """
         decisions: dict[PoolKey, Decision] = {}
-        histories: dict[PoolKey, History] = {}
+        timings: dict[PoolKey, ChangeTiming] = {}
         for key, observation in self._observer.observations(now).items():
-            before = self._histories.get(key, History())
-            decisions[key], histories[key] = decide(observation, self._limits, before)
-        # The histories of pools that are gone are dropped.
-        self._histories = histories
+            before = self._timings.get(key, ChangeTiming())
+            decisions[key], timings[key] = decide(observation, self._limits, before)
+        # The timings of pools that are gone are dropped.
+        self._timings = timings
         return decisions
 
 

@@ -199,7 +199,7 @@ class PlannerProcess(Lifecycle):
         while True:
             await asyncio.sleep(PLAN_EVERY_S)
             if not self._config.advise and not await self._leads(discovery):
-                # Another planner decides now, so the history of this planner is out of date. An
+                # Another planner decides now, so what this planner remembers is out of date. An
                 # autoscaler follows the metrics of the planner that leads.
                 planner = Planner(observer, self._limits)
                 self._metrics.clear_plan()
@@ -209,7 +209,7 @@ class PlannerProcess(Lifecycle):
             if self._config.advise or not changes_of(decisions):
                 continue
             if not await self._change(discovery, decisions):
-                # The history of this planner has changes that were not made, so begin a new one.
+                # This planner remembers changes that were not made, so begin with a new one.
                 planner = Planner(observer, self._limits)
 
     async def _leads(self, discovery: Discovery) -> bool:

@@ -49,6 +49,8 @@ def shares_object(shares: Shares, since_s: float | None) -> dict[str, Any]:
 
 
 ALL_WORK: Final = Shares(1.0, 1.0)
+PREFILL_ONLY: Final = Shares(1.0, 0.0)
+DECODE_ONLY: Final = Shares(0.0, 1.0)
 MAX_REASON_CHARACTERS: Final = 400
 MAX_WRITER_CHARACTERS: Final = 200
 MAX_CHANGES: Final = 50  # most changes in the history of a table

@@ -9,13 +9,12 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.planner.decide import (
-    DECODE_ONLY,
     DRAINING,
-    PREFILL_ONLY,
     Decision,
     DecisionOutcome,
 )
 from dynamo_trtllm.planner.decision_log import DecisionLog
+from dynamo_trtllm.protocol.shares import DECODE_ONLY, PREFILL_ONLY
 
 CHANGE = Decision(outcome=DecisionOutcome.CHANGE, reason="more prompts", changes={1: PREFILL_ONLY})
 OTHER_CHANGE = Decision(

@@ -9,13 +9,14 @@ import pytest
 
 from dynamo_trtllm.engines.mock.args import MockArgs
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
-from dynamo_trtllm.planner.decide import DECODE_ONLY, PREFILL_ONLY, DecisionOutcome, Observation
+from dynamo_trtllm.planner.decide import DecisionOutcome, Observation
 from dynamo_trtllm.planner.frontend_queues import FrontendQueue
 from dynamo_trtllm.planner.observe import WINDOW_S, Observer
 from dynamo_trtllm.planner.planner import Planner, changes_of, reason_of
 from dynamo_trtllm.planner.predict import TimeLimits
 from dynamo_trtllm.protocol.frontend_usage import FrontendUsage, ModelUsage
 from dynamo_trtllm.protocol.messages import LoadReport, Role
+from dynamo_trtllm.protocol.shares import DECODE_ONLY, PREFILL_ONLY
 from tests.kit.instances import elastic_instance, make_instance
 
 MODEL = elastic_instance(1).card.name
