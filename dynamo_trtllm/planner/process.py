@@ -215,10 +215,19 @@ class PlannerProcess(Lifecycle):
     async def _leads(self, discovery: Discovery) -> bool:
         """Renew the leadership, or try to get it. Return whether this planner leads."""
         before = self._leadership
-        failure = ""
+        failure = await self._renew_or_take_lead(discovery)
+        self._log_etcd(failure)
+        self._log_leadership(before, is_waiting=self._leadership is None and not failure)
+        leads = self._leadership is not None and not failure
+        self._metrics.set_leader(is_leader=leads)
+        self._health.is_leader = leads
+        return leads
+
+    async def _renew_or_take_lead(self, discovery: Discovery) -> str:
+        """Renew the leadership, or try to get it. Return why etcd failed; "" if it did not."""
         try:
             async with asyncio.timeout(_CALL_TIMEOUT_S):
-                if before is not None and not await before.renew():
+                if self._leadership is not None and not await self._leadership.renew():
                     log.warning("another planner may lead by now: this one waits")
                     await self._resign()
                 if self._leadership is None:
@@ -226,25 +235,23 @@ class PlannerProcess(Lifecycle):
                         self._config.namespace, self._name
                     )
         except (Unreachable, TimeoutError) as exc:
-            failure = str(exc) or "no answer"
-        self._log_etcd(failure)
+            return str(exc) or "no answer"
+        return ""
+
+    def _log_leadership(self, before: Leadership | None, *, is_waiting: bool) -> None:
+        """Log once that this planner leads now, or that it waits while another one leads.
+
+        Args:
+            before: the leadership of this planner before the last call.
+            is_waiting: another planner leads.
+        """
+        namespace = self._config.namespace
         leadership = self._leadership
         if leadership is not None and leadership is not before:
-            log.info(
-                "this planner leads namespace %s, epoch %d",
-                self._config.namespace,
-                leadership.epoch,
-            )
-        was_waiting = self._is_waiting
-        self._is_waiting = leadership is None and not failure
-        if self._is_waiting and not was_waiting:
-            log.info(
-                "another planner leads namespace %s, and this one waits", self._config.namespace
-            )
-        leads = leadership is not None and not failure
-        self._metrics.set_leader(is_leader=leads)
-        self._health.is_leader = leads
-        return leads
+            log.info("this planner leads namespace %s, epoch %d", namespace, leadership.epoch)
+        if is_waiting and not self._is_waiting:
+            log.info("another planner leads namespace %s, and this one waits", namespace)
+        self._is_waiting = is_waiting
 
     def _log_etcd(self, failure: str) -> None:
         """Log once that etcd has stopped answering, and once that it answers again."""

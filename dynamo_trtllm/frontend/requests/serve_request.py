@@ -1,6 +1,7 @@
-"""Serve a request that generates: the story of a request, from its head to its log line.
+"""Serve a request that generates, from its head to its log line.
 
-`serve_request` is the story. `handle_request` around it answers errors, and ends the request.
+`serve_request` has all steps of a request that succeeds. `handle_request` calls it, answers its
+errors, and ends the request.
 
 While a request runs, it consists of three kinds of objects, each within the one before:
 
