@@ -46,11 +46,6 @@ class WorkerSelection(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, prefill=None, decode=instance)
 
 
-def selected(prefill: Instance, decode: Instance) -> WorkerSelection:
-    """Return the selection of two instances, which may be one elastic instance."""
-    return WorkerSelection(None if prefill.id == decode.id else prefill, decode)
-
-
 def can_transfer(prefill: Instance, decode: Instance, request: GenerateRequest) -> bool:
     """Return whether elastic instances have enough blocks to transfer the KV of a request.
 

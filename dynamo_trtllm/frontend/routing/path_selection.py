@@ -41,7 +41,7 @@ TTFT_PART: Final = 0.9
 # without streams.
 _PACKED: Final = 0.8
 # How many decode workers are compared for a whole request: those whose parts come first.
-_MAX_DECODES_ALONE: Final = 2
+_MAX_AGGREGATING_DECODES: Final = 2
 _cached_tokens = attrgetter("cached_tokens")
 
 
@@ -157,7 +157,7 @@ def select_path(
         None: there is no path with a closed breaker.
     """
     paths: list[ChosenPath] = []
-    prefill_parts = [_prompt_part(worker, limits, waited_s, random) for worker in prefills]
+    prefill_parts = [_prefill_part(worker, limits, waited_s, random) for worker in prefills]
     prefill_parts.sort(key=_order_of_part)
     decode_parts = [_decode_part(worker, limits, random) for worker in decodes]
     decode_parts.sort(key=_order_of_part)
@@ -168,7 +168,7 @@ def select_path(
             # The pair suffices, so no whole request needs a worker of last resort.
             decode_parts = [part for part in decode_parts if not part.is_last_resort]
     if breakers.any_open:
-        prefills, decodes, aggregated = _able_alone(prefills, decodes, aggregated, breakers)
+        prefills, decodes, aggregated = _may_aggregate(prefills, decodes, aggregated, breakers)
         decode_parts = [part for part in decode_parts if part.worker in decodes]
     paths += _paths_on_decode(decode_parts, limits, waited_s)
     paths += _aggregated_paths(Path.ON_AGGREGATED, aggregated, limits, waited_s)
@@ -205,7 +205,7 @@ def _best_pair(
     """
     if not prefills or not decodes:
         return None
-    decodes = _fetching_parts(prefills[0].first_token_s, decodes, limits, waited_s)
+    decodes = _with_transfers(prefills[0].first_token_s, decodes, limits, waited_s)
     # The first parts are the best ones. An elastic worker may be the best one in both roles.
     is_same = prefills[0].worker.instance.id == decodes[0].worker.instance.id
     if not breakers.any_open and not is_same:
@@ -229,7 +229,7 @@ def _order_of_pair(pair: tuple[_PathPart, _PathPart]) -> tuple[int, bool, float]
     return num_missed, decode.is_last_resort, pressure
 
 
-def _prompt_part(
+def _prefill_part(
     worker: WorkerForecast, limits: SloLimits, waited_s: float, random: Callable[[], float]
 ) -> _PathPart:
     """Return what a prefill worker adds: the time to first token, and the gaps of its streams."""
@@ -270,7 +270,7 @@ def _decode_part(
     )
 
 
-def _fetching_parts(
+def _with_transfers(
     first_token_s: float, decodes: Sequence[_PathPart], limits: SloLimits, waited_s: float
 ) -> list[_PathPart]:
     """Return the decode parts with their KV transfers, the best part first.
@@ -300,14 +300,14 @@ def _fetching_parts(
     return parts
 
 
-def _worth_trying(decodes: Sequence[_PathPart]) -> list[WorkerForecast]:
+def _best_aggregating(decodes: Sequence[_PathPart]) -> list[WorkerForecast]:
     """Return the decode workers that may be the best one for a whole request.
 
     They are the workers of the best parts, and the worker that has most of the prompt in its cache.
     """
-    tried = [part.worker for part in decodes[:_MAX_DECODES_ALONE]]
-    if len(decodes) > _MAX_DECODES_ALONE:
-        others = [part.worker for part in decodes[_MAX_DECODES_ALONE:]]
+    tried = [part.worker for part in decodes[:_MAX_AGGREGATING_DECODES]]
+    if len(decodes) > _MAX_AGGREGATING_DECODES:
+        others = [part.worker for part in decodes[_MAX_AGGREGATING_DECODES:]]
         best_cached = max(others, key=_cached_tokens)
         if best_cached.cached_tokens > max(map(_cached_tokens, tried)):
             tried.append(best_cached)
@@ -337,7 +337,7 @@ def _pair_path(
     )
 
 
-def _able_alone(
+def _may_aggregate(
     prefills: Sequence[WorkerForecast],
     decodes: Sequence[WorkerForecast],
     aggregated: Sequence[WorkerForecast],
@@ -358,7 +358,7 @@ def _able_alone(
         right_decodes = {decode.instance.id for _, decode in right_pairs}
         prefills = [worker for worker in prefills if worker.instance.id in right_prefills]
         decodes = [worker for worker in decodes if worker.instance.id in right_decodes]
-    # The pair (None, id) is the worker alone.
+    # The pair (None, id) is the worker that runs a whole request.
     closed = [
         [worker for worker in workers if not breakers.is_open((None, worker.instance.id))]
         for workers in (prefills, decodes, aggregated)
@@ -371,7 +371,7 @@ def _paths_on_decode(
 ) -> Iterator[ChosenPath]:
     """Return a path for each decode worker that may be the best one for a whole request."""
     last_resorts = {part.worker for part in decodes if part.is_last_resort}
-    tried = _worth_trying(decodes)
+    tried = _best_aggregating(decodes)
     return _aggregated_paths(Path.ON_DECODE, tried, limits, waited_s, last_resorts)
 
 

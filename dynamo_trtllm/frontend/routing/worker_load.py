@@ -332,7 +332,7 @@ class PlacedRequest:
             self._decode = loads.of(decode.id).place(new_tokens, self._tokens)
         else:
             self._prefill = loads.of(prefill.id).place(new_tokens, self._tokens, is_prefill=True)
-            self._decode = self._fetching(decode.id)
+            self._decode = self._place_fetch(decode.id)
         self._decode_id = decode.id
 
     def on_sent(self, instance_id: int, phase: Phase, now: float) -> None:
@@ -351,7 +351,7 @@ class PlacedRequest:
                 prompt.end()
             self._prompts = self._prompts[:1]
             self._decode.end()
-            self._decode = self._fetching(instance_id)
+            self._decode = self._place_fetch(instance_id)
             self._decode_id = instance_id
         self._decode.on_sent(now)
 
@@ -361,7 +361,7 @@ class PlacedRequest:
         if self._prompts:
             self._prompts[-1].is_computed = True
 
-    def _fetching(self, instance_id: int) -> PlacedCall:
+    def _place_fetch(self, instance_id: int) -> PlacedCall:
         """Count the decode call at the instance that fetches the KV."""
         load = self._loads.of(instance_id)
         return load.place(0, self._tokens, fetched_tokens=self._tokens)

@@ -32,7 +32,6 @@ from dynamo_trtllm.frontend.routing.pairs import (
     differences,
     pair_of,
     pairing_key,
-    selected,
 )
 from dynamo_trtllm.frontend.routing.prefix_index import PromptHashes
 from dynamo_trtllm.protocol.errors import NoInstances, TransferMismatch, UnsupportedParameter
@@ -346,7 +345,9 @@ def select_round_robin(
     else:
         decode = usable.paired[round_robin_index % len(usable.paired)]
     prefill = _select_prefill(usable, decode, round_robin_index, breakers, avoid)
-    return selected(prefill, decode)
+    # The same elastic instance in both roles runs the whole request.
+    is_same = prefill.id == decode.id
+    return WorkerSelection(None if is_same else prefill, decode)
 
 
 def _weighted(
