@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -42,9 +41,7 @@ class Command(NamedTuple):
 
     name: str
     summary: str
-    # The function that runs the subcommand: MODULE:FUNCTION in `dynamo_trtllm`, or only MODULE if
-    # the function is `main`.
-    main: str
+    module: str  # in `dynamo_trtllm`; its function `main` runs the subcommand
 
 
 GROUPS = {
@@ -83,11 +80,7 @@ GROUPS = {
         Command("keys", "Add, list and revoke API keys.", "cli.keys"),
         Command("roles", "Set up the users of etcd and NATS.", "cli.roles"),
         Command("version", "Show versions, engines, GPUs and servers found here.", "cli.version"),
-        Command(
-            "completion",
-            "Print a completion script for bash, zsh or fish.",
-            "cli.console:completion_main",
-        ),
+        Command("completion", "Print a completion script for bash, zsh or fish.", "cli.completion"),
     ),
 }
 COMMANDS = {command.name: command for group in GROUPS.values() for command in group}
@@ -127,7 +120,7 @@ def _run(words: Sequence[str]) -> int | None:
     if isinstance(parser, CommandParser):
         parser.print_help_about(searched[0])
         return 0
-    status: int | None = _loaded(command.main)()
+    status: int | None = _loaded(f"{command.module}:main")()
     return status
 
 
@@ -166,8 +159,8 @@ def _overview() -> CommandParser:
 
 def parser_of(command: Command) -> argparse.ArgumentParser:
     """Return the argument parser of a subcommand. Raise ConfigError if a package is missing."""
-    if command.main.startswith(_BENCH):
-        parser: argparse.ArgumentParser = _loaded(f"{command.main}:parser")()
+    if command.module.startswith(_BENCH):
+        parser: argparse.ArgumentParser = _loaded(f"{command.module}:parser")()
         return parser
     from dynamo_trtllm.config.flags import build_parser
 
@@ -181,50 +174,8 @@ def _loaded(path: str) -> Any:
     """Return the function or class at MODULE:NAME. Raise ConfigError if a package is missing."""
     module, _, name = path.partition(":")
     try:
-        return getattr(importlib.import_module(f"dynamo_trtllm.{module}"), name or "main")
+        return getattr(importlib.import_module(f"dynamo_trtllm.{module}"), name)
     except ModuleNotFoundError as exc:
         if not module.startswith(_BENCH):
             raise
         raise ConfigError(f"the benchmarks need {exc.name}; {install_hint('bench')}") from exc
-
-
-def completion_main() -> None:
-    """Run `dynamo-trtllm completion`. Exit with status 0, or 2 for a bad command line."""
-    from dynamo_trtllm.config.commands import CompletionConfig
-    from dynamo_trtllm.config.load import load
-
-    config = load(CompletionConfig, prog=f"{CONSOLE} completion")
-    sys.stdout.write(completion(config.shell))
-
-
-def completion(shell: str) -> str:
-    """Return a script for this shell that completes subcommands, flags, values and file names.
-
-    Raises:
-        ConfigError: the extra `cli` is not installed.
-    """
-    from dynamo_trtllm.config.engine_names import engine_entry_points
-
-    try:
-        import shtab
-    except ModuleNotFoundError as exc:
-        raise ConfigError(f"completion needs {exc.name}; {install_hint('cli')}") from exc
-    root = argparse.ArgumentParser(prog=CONSOLE)
-    commands = root.add_subparsers()
-    for command in COMMANDS.values():
-        try:
-            parser = parser_of(command)
-        except ConfigError:
-            continue  # a package of this command is not installed
-        if isinstance(parser, CommandParser):
-            for action, words in parser.values.items():
-                if action.dest == "engine":
-                    words = (*words, *(entry.name for entry in engine_entry_points()))
-                if words:
-                    action.choices = words
-                else:
-                    # shtab defines this attribute.
-                    action.complete = shtab.FILE  # type: ignore[attr-defined]
-        commands.add_parser(command.name, help=command.summary, parents=[parser], add_help=False)
-    script: str = shtab.complete(root, shell)
-    return script

@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 
 from dynamo_trtllm.cli import console
-from dynamo_trtllm.cli.console import COMMANDS, Command, completion, main, parser_of
+from dynamo_trtllm.cli.completion import completion
+from dynamo_trtllm.cli.console import COMMANDS, Command, main, parser_of
 from dynamo_trtllm.config.commands import (
     DemoConfig,
     FrontendConfig,
@@ -120,7 +121,7 @@ def test_command_when_help_is_asked_then_its_flags_are_shown(
     said = capsys.readouterr().out
     assert said.startswith(f"usage: dynamo-trtllm {command.name} ")
     assert "python -m dynamo_trtllm" not in said
-    if not command.main.startswith("bench."):
+    if not command.module.startswith("bench."):
         assert any(f"\n{title}:\n" in said for title in GROUPS)
 
 
@@ -258,8 +259,8 @@ def test_package_when_installed_then_it_has_the_command() -> None:
 
 def test_table_has_a_function_for_every_command() -> None:
     for command in COMMANDS.values():
-        module, _, name = command.main.partition(":")
-        assert callable(getattr(importlib.import_module(f"dynamo_trtllm.{module}"), name or "main"))
+        module = importlib.import_module(f"dynamo_trtllm.{command.module}")
+        assert callable(module.main)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 import pytest
 from pydantic import BaseModel
 
-from dynamo_trtllm.cli import console, version
+from dynamo_trtllm.cli import version
+from dynamo_trtllm.cli.completion import completion
 from dynamo_trtllm.config.engine_names import ENTRY_POINTS, EngineTraits
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.capabilities import ChecksHealth, Sleeps
@@ -80,7 +81,7 @@ def test_engine_of_another_package_is_created_by_its_name(packages: Packages) ->
     engine = create_engine(config_of(engine="five"), instance_id=1)
     assert isinstance(engine, FiveMethods)
     assert version.versions()["engines"]["five"] == "acme 1.2"
-    assert "trtllm vllm torch mock five" in console.completion("bash")
+    assert "trtllm vllm torch mock five" in completion("bash")
 
 
 @pytest.mark.parametrize(
