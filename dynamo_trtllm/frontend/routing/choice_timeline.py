@@ -95,17 +95,27 @@ class ChoiceTimeline:
         """Count an attempt that failed after a decode call had generated a token."""
         self.migrations += 1
 
-    def placed_by_cost(
-        self, request: GenerateRequest, selection: WorkerSelection, mode: str
-    ) -> None:
-        """Note the costs of the selected workers, unless another choice has selected them.
+    def selected(self, request: GenerateRequest, selection: WorkerSelection, mode: str) -> None:
+        """Note by which costs or predicted times the workers of an attempt were selected.
 
         Args:
             request: the request of the choice.
             selection: the workers.
             mode: the router mode.
         """
-        if isinstance(selection, CostSelection):
+        chosen = selection.chosen if isinstance(selection, SloSelection) else None
+        self.chosen = chosen
+        self.is_unpredicted = chosen is None and mode == SLO_MODE
+        if chosen is not None:
+            RECORDER.record(
+                request.request_id,
+                RecordedEvent.PATH_CHOSEN,
+                _microseconds(chosen.ttft_s),
+                _microseconds(chosen.gap_s),
+                chosen.num_missed,
+                reason=chosen.path,
+            )
+        elif isinstance(selection, CostSelection):
             if selection.prefill is not None and selection.prefill_costs is not None:
                 self._record_costs(request, selection.prefill, selection.prefill_costs, mode)
             self._record_costs(request, selection.decode, selection.decode_costs, mode)
@@ -126,30 +136,6 @@ class ChoiceTimeline:
     def waited_s(self, now: float) -> float:
         """Return for how long the request has waited. `now`: a time of the clock of its arrival."""
         return 0.0 if self.arrived_s is None else max(0.0, now - self.arrived_s)
-
-    def path_chosen(self, request: GenerateRequest, selection: WorkerSelection, mode: str) -> None:
-        """Note the path of an attempt, if it was chosen by predicted times, and these times.
-
-        Args:
-            request: the request of the choice.
-            selection: the workers.
-            mode: the router mode.
-        """
-        self.chosen = None
-        self.is_unpredicted = False
-        if not isinstance(selection, SloSelection):
-            self.is_unpredicted = mode == SLO_MODE
-            return
-        chosen = selection.chosen
-        self.chosen = chosen
-        RECORDER.record(
-            request.request_id,
-            RecordedEvent.PATH_CHOSEN,
-            _microseconds(chosen.ttft_s),
-            _microseconds(chosen.gap_s),
-            chosen.num_missed,
-            reason=chosen.path,
-        )
 
     def placed(
         self,

@@ -267,10 +267,7 @@ class RoutedRequest(Stream):
             return exc.with_traceback(None)
         if placement is not None:
             self._placed = placement.start(selection, request, self._router.clocks.monotonic())
-            # The first notes only selections by cost, and the second only those by predicted times,
-            # or that none was predicted.
-            self._timeline.placed_by_cost(request, selection, placement.mode)
-            self._timeline.path_chosen(request, selection, placement.mode)
+            self._timeline.selected(request, selection, placement.mode)
         shares = self._router.view.model(request.model).shares
         self._timeline.placed(request, selection, shares)
         return selection
