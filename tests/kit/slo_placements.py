@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from dynamo_trtllm.frontend.routing.cluster_view import ModelView
-from dynamo_trtllm.frontend.routing.cost_placement import PlacedSelection
+from dynamo_trtllm.frontend.routing.cost_placement import RankedSelection
 from dynamo_trtllm.frontend.routing.pair_breakers import PairBreakers
 from dynamo_trtllm.frontend.routing.path_selection import ChosenPath
 from dynamo_trtllm.frontend.routing.prefix_index import PromptHashes
@@ -98,7 +98,7 @@ def select(
     view: ModelView | None = None,
     asked: GenerateRequest | None = None,
     **options: Any,
-) -> PlacedSelection | None:
+) -> RankedSelection | None:
     return placement.select(
         view or view_of(), PromptHashes(asked or request()), NONE_OPEN, 0.0, **options
     )

@@ -73,23 +73,23 @@ class Costs(msgspec.Struct, frozen=True):
         return cls(selected.cost, min(other_costs, default=None))
 
 
-class PlacedSelection(WorkerSelection, frozen=True, kw_only=True):
-    """A selection by cost or by predicted times."""
+class RankedSelection(WorkerSelection, frozen=True, kw_only=True):
+    """A selection for which workers were compared: by cost or by predicted times."""
 
     prompt: PromptHashes
     # Tokens of the prompt that are in the cache of the instance that computes it.
     overlap_tokens: int
 
 
-class CostSelection(PlacedSelection, frozen=True, kw_only=True):
+class CostSelection(RankedSelection, frozen=True, kw_only=True):
     """A selection by cost."""
 
     prefill_costs: Costs | None  # None: there is no prefill instance
     decode_costs: Costs
 
-    def aggregated(self, instance: Instance) -> Self:
-        """See `WorkerSelection.aggregated`."""
-        selection = super().aggregated(instance)
+    def aggregated_on(self, instance: Instance) -> Self:
+        """See `WorkerSelection.aggregated_on`."""
+        selection = super().aggregated_on(instance)
         return msgspec.structs.replace(selection, prefill_costs=None)
 
 
@@ -125,7 +125,7 @@ class Placement:
         """Record that a request runs at the selected instances, and that they cache its prompt."""
         overlap_tokens = 0
         prompts: list[SentPrompt] = []
-        if isinstance(selection, PlacedSelection):
+        if isinstance(selection, RankedSelection):
             overlap_tokens = selection.overlap_tokens
             if self.prefixes is not None:
                 selected = [selection.decode]
@@ -148,7 +148,7 @@ class Placement:
         avoid: int | None = None,
         waited_s: float = 0.0,
         may_reject: bool = False,
-    ) -> PlacedSelection | None:
+    ) -> RankedSelection | None:
         """Select a prefill and a decode instance, or an aggregated one if a role has no instance.
 
         Returns None if no compared instance can be used. Then `select_round_robin` looks at all

@@ -41,7 +41,7 @@ class WorkerSelection(msgspec.Struct, frozen=True):
     prefill: Instance | None
     decode: Instance
 
-    def aggregated(self, instance: Instance) -> Self:
+    def aggregated_on(self, instance: Instance) -> Self:
         """Return the selection in which one instance runs the whole request."""
         return msgspec.structs.replace(self, prefill=None, decode=instance)
 

@@ -14,7 +14,7 @@ from typing import Final, Self
 import msgspec
 
 from dynamo_trtllm.frontend.routing.cluster_view import ModelView, PairGroup, excluding
-from dynamo_trtllm.frontend.routing.cost_placement import PlacedSelection, Placement
+from dynamo_trtllm.frontend.routing.cost_placement import Placement, RankedSelection
 from dynamo_trtllm.frontend.routing.pair_breakers import PairBreakers
 from dynamo_trtllm.frontend.routing.path_selection import (
     TTFT_PART,
@@ -44,17 +44,17 @@ _MIN_RETRY_S: Final = 1
 _MAX_RETRY_S: Final = 60
 
 
-class SloSelection(PlacedSelection, frozen=True):
+class SloSelection(RankedSelection, frozen=True):
     """A selection by predicted times."""
 
     chosen: ChosenPath
 
-    def aggregated(self, instance: Instance) -> Self:
-        """See `WorkerSelection.aggregated`. The predicted times remain those of the pair."""
+    def aggregated_on(self, instance: Instance) -> Self:
+        """See `WorkerSelection.aggregated_on`. The predicted times remain those of the pair."""
         chosen = msgspec.structs.replace(
             self.chosen, path=Path.ON_DECODE, prefill=None, decode=instance
         )
-        selection = super().aggregated(instance)
+        selection = super().aggregated_on(instance)
         return msgspec.structs.replace(selection, chosen=chosen)
 
 
@@ -96,7 +96,7 @@ class SloPlacement(Placement):
         avoid: int | None = None,
         waited_s: float = 0.0,
         may_reject: bool = False,
-    ) -> PlacedSelection | None:
+    ) -> RankedSelection | None:
         """Return the workers of the best path, or what `Placement.select` returns.
 
         `Placement.select` is used if the times of the workers are not known yet, or if the request

@@ -200,14 +200,14 @@ class WorkerSelector:
         if closed:
             # Take the first instance that is not to be avoided: False sorts before True.
             instance = min(closed, key=lambda instance: instance.id == avoid)
-            return selection.aggregated(instance)
+            return selection.aggregated_on(instance)
         others = _aggregating(view)
         closed = _closed(others, breakers)
         if not closed:
             raise _all_open_error(
                 request.model, breakers, ((None, instance.id) for instance in others)
             )
-        return selection.aggregated(closed[round_robin_index % len(closed)])
+        return selection.aggregated_on(closed[round_robin_index % len(closed)])
 
     def _select_in(
         self,
