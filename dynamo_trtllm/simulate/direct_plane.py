@@ -19,7 +19,7 @@ from dynamo_trtllm.protocol.clocks import Clocks
 from dynamo_trtllm.protocol.messages import Control, GenerateRequest, Phase
 from dynamo_trtllm.protocol.streams import OnEvent, StreamEvent
 from dynamo_trtllm.support.background import BackgroundTasks
-from dynamo_trtllm.worker.service import ServiceStream, WorkerService
+from dynamo_trtllm.worker.service import WorkerCall, WorkerService
 
 # A caller gets the load with an event of its streams, at most once in this time. This is the same
 # as in `cluster.request_plane.server`.
@@ -65,7 +65,7 @@ class DirectClient(PlaneClient):
             # The timer is set below, before the stream can end.
             deadline.cancel()
             # A call that was rejected has no stream of the engine.
-            stream = source.source if isinstance(source, ServiceStream) else None
+            stream = source.source if isinstance(source, WorkerCall) else None
             if isinstance(stream, MockStream) and request.phase is not Phase.PREFILL:
                 self.worst_gaps_s[request.request_id] = stream.worst_gap_s
 

@@ -65,22 +65,22 @@ class FetchingCalls:
 
     def __init__(self) -> None:
         self.prompt_tokens = 0  # of all these calls
-        self._calls: set[ServiceStream] = set()
+        self._calls: set[WorkerCall] = set()
 
-    def add(self, call: ServiceStream) -> None:
+    def add(self, call: WorkerCall) -> None:
         """Add a call."""
         self._calls.add(call)
         self.prompt_tokens += call.num_prompt_tokens
 
-    def discard(self, call: ServiceStream) -> None:
+    def discard(self, call: WorkerCall) -> None:
         """Remove a call, if it is one of these."""
         if call in self._calls:
             self._calls.remove(call)
             self.prompt_tokens -= call.num_prompt_tokens
 
 
-class ServiceStream(Stream):
-    """The stream of one call. It passes the engine's events on, and counts tokens and outcomes."""
+class WorkerCall(Stream):
+    """One call to the engine. It passes the engine's events on, and counts tokens and outcomes."""
 
     __slots__ = (
         "_arrived_s",
@@ -109,7 +109,7 @@ class ServiceStream(Stream):
         metrics: WorkerMetrics,
         on_event: OnEvent,
         on_first_token: Callable[[CallSample], None],
-        generating: set[ServiceStream],
+        generating: set[WorkerCall],
         fetching: FetchingCalls,
         signer: TransferSigner,
         clock: Callable[[], float],
@@ -277,7 +277,7 @@ class WorkerService:
         self._new_requests = 0
         steps = self.engine.steps if isinstance(self.engine, MeasuresSteps) else deque()
         self._cost = CostFit(self.cost_prior, steps, self.metrics.observe_prediction)
-        self._generating: set[ServiceStream] = set()
+        self._generating: set[WorkerCall] = set()
         self._fetching = FetchingCalls()
         self._phases = phases_of(self.instance)
         self.metrics.watch(
@@ -285,7 +285,7 @@ class WorkerService:
         )
 
     def generate(self, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
-        stream = ServiceStream(
+        stream = WorkerCall(
             request,
             self.metrics,
             on_event,
@@ -323,7 +323,7 @@ class WorkerService:
             asyncio.get_running_loop().call_soon(stream.emit, error)
         return stream
 
-    def _start_call(self, request: GenerateRequest, stream: ServiceStream) -> StreamHandle:
+    def _start_call(self, request: GenerateRequest, stream: WorkerCall) -> StreamHandle:
         """Start the call in the engine."""
         if not self._is_foreign:
             return self.engine.generate(request, stream.emit)
@@ -354,7 +354,7 @@ class WorkerService:
         if request.phase is not Phase.DECODE and has_kv_params:
             raise InvalidRequest(f"the {request.phase} call has unexpected KV transfer parameters")
 
-    def _check_transfer(self, request: GenerateRequest, stream: ServiceStream) -> None:
+    def _check_transfer(self, request: GenerateRequest, stream: WorkerCall) -> None:
         """Check the KV transfer of a call, before it takes a slot or reaches the engine.
 
         Raises:
