@@ -20,7 +20,7 @@ from dynamo_trtllm.cluster.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.cluster.discovery.etcd_store import EtcdStore
 from dynamo_trtllm.cluster.request_plane.frames import PING, Batch, ClientMessage, Frame, OpenStream
 from dynamo_trtllm.cluster.request_plane.nats import NatsTransport
-from dynamo_trtllm.cluster.request_plane.server import control_subject
+from dynamo_trtllm.cluster.request_plane.subjects import control_subject
 from dynamo_trtllm.config.config_base import ConnectionConfig
 from dynamo_trtllm.protocol.errors import BadFrame
 from dynamo_trtllm.protocol.messages import WIRE_VERSION, Instance, Role, decode, encode

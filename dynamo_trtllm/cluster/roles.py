@@ -33,7 +33,7 @@ from typing import Final
 
 from dynamo_trtllm.cluster.discovery.records import PREFIX, namespace_prefix
 from dynamo_trtllm.cluster.discovery.share_records import planner_key, share_key
-from dynamo_trtllm.cluster.request_plane.transport import load_subject
+from dynamo_trtllm.cluster.request_plane.subjects import load_subject
 from dynamo_trtllm.config.config_base import ClusterRole
 from dynamo_trtllm.observability.recording_server import recordings_subject, timelines_prefix
 from dynamo_trtllm.protocol.frontend_samples import frontend_samples_subject

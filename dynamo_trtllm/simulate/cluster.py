@@ -21,7 +21,7 @@ from typing import Any, Final
 import msgspec
 
 from dynamo_trtllm.cluster.discovery.records import EndpointId
-from dynamo_trtllm.cluster.request_plane.transport import load_subject
+from dynamo_trtllm.cluster.request_plane.subjects import load_subject
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.frontend.process.routing_setup import create_router, routing_work

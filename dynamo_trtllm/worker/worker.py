@@ -22,7 +22,7 @@ from dynamo_trtllm.cluster.discovery import records
 from dynamo_trtllm.cluster.discovery.discovery_interface import Discovery
 from dynamo_trtllm.cluster.request_plane.client import PlaneLimits
 from dynamo_trtllm.cluster.request_plane.plane import RequestPlane
-from dynamo_trtllm.cluster.request_plane.transport import load_subject
+from dynamo_trtllm.cluster.request_plane.subjects import load_subject
 from dynamo_trtllm.config.engine_names import BUILT_IN, DEFAULT_ENGINE
 from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import WorkerConfig

@@ -10,7 +10,7 @@ from contextlib import aclosing
 import msgspec
 import pytest
 
-from dynamo_trtllm.cluster.request_plane.transport import load_subject
+from dynamo_trtllm.cluster.request_plane.subjects import load_subject
 from dynamo_trtllm.protocol.errors import (
     DeadlineExceeded,
     Draining,

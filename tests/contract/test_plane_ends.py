@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.cluster.request_plane.frames import PING, ClientMessage, OpenStream
-from dynamo_trtllm.cluster.request_plane.server import control_subject
+from dynamo_trtllm.cluster.request_plane.subjects import control_subject
 from dynamo_trtllm.protocol.errors import (
     TransferExpired,
 )

@@ -19,7 +19,7 @@ from dynamo_trtllm.cluster.request_plane.frames import (
     Frame,
     OpenStream,
 )
-from dynamo_trtllm.cluster.request_plane.server import control_subject
+from dynamo_trtllm.cluster.request_plane.subjects import control_subject
 from dynamo_trtllm.cluster.request_plane.transport import Receive, Transport, Unsubscribe
 from dynamo_trtllm.protocol.errors import (
     BadFrame,

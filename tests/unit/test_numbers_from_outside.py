@@ -30,7 +30,7 @@ from dynamo_trtllm.cluster.request_plane.frames import (
 )
 from dynamo_trtllm.cluster.request_plane.inproc import InprocTransport
 from dynamo_trtllm.cluster.request_plane.plane import RequestPlane
-from dynamo_trtllm.cluster.request_plane.server import control_subject
+from dynamo_trtllm.cluster.request_plane.subjects import control_subject
 from dynamo_trtllm.config.commands import (
     ChatConfig,
     ClearNamespaceConfig,

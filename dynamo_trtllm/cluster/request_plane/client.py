@@ -23,13 +23,13 @@ from dynamo_trtllm.cluster.request_plane.frames import (
     StreamReport,
     read_batch,
 )
+from dynamo_trtllm.cluster.request_plane.latest_keys import remember
 from dynamo_trtllm.cluster.request_plane.receivers import StreamDemux, StreamReceiver
-from dynamo_trtllm.cluster.request_plane.server import control_subject, remember
+from dynamo_trtllm.cluster.request_plane.subjects import control_subject, load_subject
 from dynamo_trtllm.cluster.request_plane.transport import (
     Heartbeat,
     Transport,
     Unsubscribe,
-    load_subject,
 )
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 from dynamo_trtllm.protocol import errors
@@ -38,15 +38,12 @@ from dynamo_trtllm.protocol.messages import (
     WIRE_VERSION,
     Control,
     GenerateRequest,
-    Instance,
     LoadReport,
-    ReleaseKv,
-    ReleaseSlot,
     decode,
     encode,
 )
 from dynamo_trtllm.protocol.streams import OnEvent
-from dynamo_trtllm.support.background import BackgroundTasks, cancel_all
+from dynamo_trtllm.support.background import BackgroundTasks
 
 log = logging.getLogger(__name__)
 
@@ -407,57 +404,3 @@ def _ack_data(reply: bytes) -> bytes:
     if answer.failure is not None:
         raise answer.failure.error()
     return answer.data
-
-
-_CONTROL_TIMEOUT_S = 5.0  # longest wait for the reply to one control request
-# The pauses between attempts. If all attempts fail, the worker frees the resource when it expires.
-_PAUSES_S = (0.2, 0.5, 1.0)
-_CLOSE_TIMEOUT_S = 5.0  # longest wait of `aclose` for the requests in progress
-
-
-class BackgroundControl:
-    """Sends control requests in background tasks. Close it after the last stream."""
-
-    def __init__(self, plane: PlaneClient) -> None:
-        self._plane = plane
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def send(self, worker: Instance, message: ReleaseKv | ReleaseSlot) -> None:
-        """Start sending a request, and return at once.
-
-        Callers can't wait: a stream may call this while it is being cancelled.
-        """
-        task = asyncio.get_running_loop().create_task(self._send(worker, message))
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if task.cancelled():
-            return
-        error = task.exception()
-        if error is not None:
-            log.error("control request to a worker failed unexpectedly", exc_info=error)
-
-    async def _send(self, worker: Instance, message: ReleaseKv | ReleaseSlot) -> None:
-        """Send a request, and repeat it while the worker can't be reached."""
-        for pause_s in (*_PAUSES_S, None):  # None: no attempt follows
-            try:
-                await self._plane.control(worker.subject, message, timeout_s=_CONTROL_TIMEOUT_S)
-                return
-            except DynamoError as exc:
-                may_succeed = isinstance(exc, errors.Disconnected | errors.Unreachable)
-                if pause_s is None or not may_succeed:
-                    # Unreachable: the worker has probably exited, which has freed its resources.
-                    level = logging.INFO if isinstance(exc, errors.Unreachable) else logging.WARNING
-                    text = "worker %x did not get %s (%s): %s"
-                    log.log(level, text, worker.id, message, exc.code, exc.message)
-                    return
-            await asyncio.sleep(pause_s)
-
-    async def aclose(self) -> None:
-        """Wait for the requests in progress, and cancel those that take too long."""
-        if not self._tasks:
-            return
-        _, late = await asyncio.wait(self._tasks, timeout=_CLOSE_TIMEOUT_S)
-        await cancel_all(late)

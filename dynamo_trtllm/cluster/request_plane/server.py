@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar, cast
+from typing import cast
 
 import msgspec
 
@@ -30,6 +30,8 @@ from dynamo_trtllm.cluster.request_plane.frames import (
     StreamReport,
     encode_frames,
 )
+from dynamo_trtllm.cluster.request_plane.latest_keys import remember
+from dynamo_trtllm.cluster.request_plane.subjects import control_subject
 from dynamo_trtllm.cluster.request_plane.transport import Heartbeat, Service, Transport, Unsubscribe
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 from dynamo_trtllm.protocol import errors, former_names
@@ -53,24 +55,6 @@ _LOAD_EVERY_S = 0.05  # shortest time between two reports of the load to a calle
 # A flush waits until earlier messages are written, but at most for this many iterations of the
 # event loop. A transport that takes longer is stuck, or has much to write.
 _MAX_WAITED_ITERATIONS = 4
-# Most entries that `remember` keeps. Repeated openings of a stream arrive soon after the first one.
-_MAX_REMEMBERED = 16_384
-
-K = TypeVar("K")
-V = TypeVar("V")
-
-
-def control_subject(subject: str) -> str:
-    """Return the control subject of the instance with this generate subject."""
-    return f"{subject}.control"
-
-
-def remember(latest: dict[K, V], key: K, value: V) -> None:
-    """Put the key last. If there are more than _MAX_REMEMBERED keys, drop the first one."""
-    latest.pop(key, None)
-    latest[key] = value
-    if len(latest) > _MAX_REMEMBERED:
-        del latest[next(iter(latest))]
 
 
 def _ignore(_error: errors.BadFrame) -> None: ...

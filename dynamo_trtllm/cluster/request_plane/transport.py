@@ -182,8 +182,3 @@ class Heartbeat:
     async def aclose(self) -> None:
         """Stop all heartbeats. Idempotent."""
         await self.tasks.cancel(self._task)
-
-
-def load_subject(namespace: str) -> str:
-    """Return the subject at which a namespace's workers publish their load to all frontends."""
-    return f"{namespace}.load"

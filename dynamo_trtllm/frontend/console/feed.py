@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from dynamo_trtllm.cluster.request_plane.plane import RequestPlane
-from dynamo_trtllm.cluster.request_plane.transport import load_subject
+from dynamo_trtllm.cluster.request_plane.subjects import load_subject
 from dynamo_trtllm.frontend.console.merged_samples import MergedSamples
 from dynamo_trtllm.frontend.console.reader import ConsoleReader
 from dynamo_trtllm.frontend.console.sampler import ProcessSampler

@@ -14,7 +14,8 @@ import logging
 import time
 from collections.abc import Callable
 
-from dynamo_trtllm.cluster.request_plane.client import BackgroundControl, PlaneClient
+from dynamo_trtllm.cluster.request_plane.background_control import BackgroundControl
+from dynamo_trtllm.cluster.request_plane.client import PlaneClient
 from dynamo_trtllm.cluster.request_plane.receivers import StreamReceiver
 from dynamo_trtllm.kv_transfer.transfer_backend import collecting_call
 from dynamo_trtllm.observability.logging import short_id

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from dynamo_trtllm.cluster.request_plane.client import BackgroundControl
+from dynamo_trtllm.cluster.request_plane.background_control import BackgroundControl
 from dynamo_trtllm.cluster.request_plane.plane import RequestPlane
 from dynamo_trtllm.cluster.request_plane.receivers import StreamReceiver
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.cluster.request_plane.inproc import InprocPlane
-from dynamo_trtllm.cluster.request_plane.transport import load_subject
+from dynamo_trtllm.cluster.request_plane.subjects import load_subject
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.process.routing_setup import (
     create_placement,
