@@ -13,7 +13,6 @@ import random
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import KW_ONLY, dataclass
-from functools import partial
 from typing import Final, NamedTuple
 
 from dynamo_trtllm.frontend.routing.cluster_view import (
@@ -46,6 +45,17 @@ _PREFILL_STEP: Final = math.sqrt(2) - 1
 # The feature that requests with a prefill rank need at an aggregated worker. No instance has this
 # feature: an aggregated worker has no separate prefill rank.
 _NO_FEATURE: Final = "separate prefill workers"
+
+
+class _SelectionQuery(NamedTuple):
+    """For what workers are selected. See `WorkerSelector.select`."""
+
+    request: GenerateRequest
+    round_robin_index: int
+    now: float
+    avoid: int | None
+    waited_s: float
+    may_reject: bool
 
 
 @dataclass(eq=False)
@@ -122,65 +132,32 @@ class WorkerSelector:
         excluded |= support.incapable
         self.health.update_breakers(now)
         cooling_down = self.health.cooling_down(now)
-        select = partial(
-            self._select_excluding,
-            request=request,
-            round_robin_index=round_robin_index,
-            now=now,
-            avoid=avoid,
-            waited_s=waited_s,
-            may_reject=may_reject,
-        )
+        query = _SelectionQuery(request, round_robin_index, now, avoid, waited_s, may_reject)
         if cooling_down:
             try:
-                return select(cooling_down | excluded)
+                return self._select_excluding(cooling_down | excluded, query)
             except NoInstances:
                 # A worker that cools down may work again, which is better than no worker.
                 pass
-        return select(excluded)
+        return self._select_excluding(excluded, query)
 
     def _select_excluding(
-        self,
-        excluded: frozenset[int],
-        *,
-        request: GenerateRequest,
-        round_robin_index: int,
-        now: float,
-        avoid: int | None,
-        waited_s: float,
-        may_reject: bool,
+        self, excluded: frozenset[int], query: _SelectionQuery
     ) -> WorkerSelection:
         """Select among the workers that are not excluded, first among those with a share."""
-        view = self.view.model(request.model).excluding(excluded)
+        view = self.view.model(query.request.model).excluding(excluded)
         sharing = view.sharing()
-        select = partial(
-            self._select_in,
-            request=request,
-            round_robin_index=round_robin_index,
-            now=now,
-            avoid=avoid,
-            waited_s=waited_s,
-            may_reject=may_reject,
-        )
         try:
-            selection = select(sharing)
+            selection = self._select_in(sharing, query)
         except NoInstances:
             if sharing is view:
                 raise
             # Only elastic workers without a share for these calls are left.
-            selection = select(view)
-        return self._without_blocked_transfer(
-            selection, request, view, round_robin_index, avoid=avoid
-        )
+            selection = self._select_in(view, query)
+        return self._without_blocked_transfer(selection, view, query)
 
     def _without_blocked_transfer(
-        self,
-        selection: WorkerSelection,
-        request: GenerateRequest,
-        view: ModelView,
-        round_robin_index: int,
-        *,
-        avoid: int | None,
+        self, selection: WorkerSelection, view: ModelView, query: _SelectionQuery
     ) -> WorkerSelection:
         """Return the selection, without KV transfer if elastic workers lack space for the KV.
 
@@ -192,54 +169,44 @@ class WorkerSelector:
         """
         prefill = selection.prefill
         decode = selection.decode
-        if prefill is None or can_transfer(prefill, decode, request):
+        if prefill is None or can_transfer(prefill, decode, query.request):
             return selection
         breakers = self.health.breakers
         selected_two = [instance for instance in (decode, prefill) if instance.can_aggregate]
         closed = _closed(selected_two, breakers)
         if closed:
             # Take the first instance that is not to be avoided: False sorts before True.
-            instance = min(closed, key=lambda instance: instance.id == avoid)
+            instance = min(closed, key=lambda instance: instance.id == query.avoid)
             return selection.aggregated_on(instance)
         others = _aggregating(view)
         closed = _closed(others, breakers)
         if not closed:
             raise _all_open_error(
-                request.model, breakers, ((None, instance.id) for instance in others)
+                query.request.model, breakers, ((None, instance.id) for instance in others)
             )
-        return selection.aggregated_on(closed[round_robin_index % len(closed)])
+        return selection.aggregated_on(closed[query.round_robin_index % len(closed)])
 
-    def _select_in(
-        self,
-        view: ModelView,
-        *,
-        request: GenerateRequest,
-        round_robin_index: int,
-        now: float,
-        avoid: int | None,
-        waited_s: float,
-        may_reject: bool,
-    ) -> WorkerSelection:
+    def _select_in(self, view: ModelView, query: _SelectionQuery) -> WorkerSelection:
         """Select the workers of an attempt from a view."""
         breakers = self.health.breakers
         if self.placement is not None:
             best = self.placement.select(
                 view,
-                PromptHashes(request),
+                PromptHashes(query.request),
                 breakers,
-                now,
-                avoid=avoid,
-                waited_s=waited_s,
-                may_reject=may_reject,
+                query.now,
+                avoid=query.avoid,
+                waited_s=query.waited_s,
+                may_reject=query.may_reject,
             )
             if best is not None:
                 return best
         return select_round_robin(
             view,
-            request.model,
-            round_robin_index,
+            query.request.model,
+            query.round_robin_index,
             breakers,
-            avoid=avoid,
+            avoid=query.avoid,
             decode_fallback=self.decode_fallback,
         )
 
