@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable
 from typing import Final
 
-from dynamo_trtllm.protocol.cost_model import least_chunk_tokens, mixed_step_s
+from dynamo_trtllm.protocol.mixed_steps import least_chunk_tokens, mixed_step_target_s
 
 # The first steps have this part of the tokens of a step without streams.
 _FIRST_DIVISOR: Final = 16
@@ -33,7 +33,7 @@ class ChunkSize:
     def __init__(self, max_tokens: int) -> None:
         self._least_tokens = least_chunk_tokens(max_tokens)
         self._max_tokens = max_tokens
-        self._target_s = mixed_step_s(None)
+        self._target_s = mixed_step_target_s(None)
         # The size without its bounds, so that it is the same again after a change of the target
         # and back.
         self._unbounded = max(self._least_tokens, max_tokens / _FIRST_DIVISOR)
@@ -53,7 +53,7 @@ class ChunkSize:
             limits_s: the limits of the streams' times between two tokens. None: the stream has no
                 limit.
         """
-        target_s = min(map(mixed_step_s, limits_s), default=mixed_step_s(None))
+        target_s = min(map(mixed_step_target_s, limits_s), default=mixed_step_target_s(None))
         self._unbounded *= target_s / self._target_s
         self._target_s = target_s
 

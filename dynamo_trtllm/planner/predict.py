@@ -13,9 +13,9 @@ from typing import Final, NamedTuple
 from dynamo_trtllm.protocol.cost_model import (
     CostModel,
     decode_step_s,
-    mixed_step_s,
     prefill_step_s,
 )
+from dynamo_trtllm.protocol.mixed_steps import mixed_step_target_s
 
 # A predicted time may take at most this part of its limit. The rest is headroom for what the
 # prediction does not include.
@@ -184,7 +184,7 @@ class Predictor:
                 f" is {1000 * limits.itl_s:g} ms"
             )
         # The engines compute the same target time from the ITL limit of their streams.
-        self._mixed_step_s = mixed_step_s(limits.itl_s)
+        self._mixed_step_s = mixed_step_target_s(limits.itl_s)
         self._tokens_per_s = self._planned_tokens_per_s(groups)
 
     def predict(self, counts: RoleCounts) -> PredictedTimes:

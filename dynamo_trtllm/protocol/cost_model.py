@@ -13,19 +13,11 @@ from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
 
+from dynamo_trtllm.protocol.mixed_steps import least_chunk_tokens
 from dynamo_trtllm.protocol.number_types import Count
 
 Features: TypeAlias = Sequence[float]
 
-MIXED_STEP_S: Final = 0.045
-"""The target time of a step of an elastic engine that has prompt tokens and streams.
-
-It is the target for streams without a limit, and the shortest one: steps that are shorter still
-compute few prompt tokens for their time.
-"""
-# The same as a part of the limit of the time between two tokens. Steps may take longer than their
-# target, and streams wait for a part of another step, too.
-_MIXED_STEP_PART: Final = 0.6
 # Between two knots, the time of a step is linear.
 _DECODE_KNOTS: Final = (0, 32, 128)  # requests
 _PREFILL_KNOTS: Final = (0, 64, 256, 1024, 2048, 4096)  # prompt tokens
@@ -56,33 +48,6 @@ FIRST_TOKEN_TERMS: Final = ("call", "prompt_ki", "running_step", "steps")
 # for all steps after it.
 FIRST_TOKEN_PRIOR: Final = (0.0, 0.0, 0.5, 1.0)
 KV_TRANSFER_TERMS: Final = ("call", "prompt_ki", "others_ki")
-
-
-# However long its steps take while streams run, an elastic engine computes some prompt tokens in
-# each: 1/_CHUNK_DIVISOR of those that a step without streams may have, and at least _LEAST_CHUNK.
-_CHUNK_DIVISOR: Final = 64
-_LEAST_CHUNK: Final = 32
-
-
-def mixed_step_s(itl_s: float | None) -> float:
-    """Return the target time of a step of an elastic engine that has prompt tokens and streams.
-
-    Args:
-        itl_s: the shortest limit of the time between two tokens of these streams. None: they have
-            no limit.
-    """
-    if itl_s is None:
-        return MIXED_STEP_S
-    return max(MIXED_STEP_S, _MIXED_STEP_PART * itl_s)
-
-
-def least_chunk_tokens(max_tokens: int) -> int:
-    """Return how many prompt tokens a step of an elastic engine has at least while streams run.
-
-    Args:
-        max_tokens: how many a step may have without streams.
-    """
-    return min(max_tokens, max(_LEAST_CHUNK, max_tokens // _CHUNK_DIVISOR))
 
 
 class StepSample(NamedTuple):
@@ -289,8 +254,8 @@ class EngineWork(NamedTuple):
     context_tokens: int = 0  # of the decode requests
     queued_tokens: int = 0  # prompt tokens that wait for prefill or are in it
     queued_requests: int = 0  # requests whose prefill has not begun
-    # The target time of steps with prompt tokens while requests decode: see `mixed_step_s`. 0: the
-    # engine is not elastic, and has no target.
+    # The target time of steps with prompt tokens while requests decode: see `mixed_step_target_s`.
+    # 0: the engine is not elastic, and has no target.
     mixed_step_s: float = 0.0
 
 
@@ -452,7 +417,7 @@ class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
         Args:
             requests: the streams.
             context_tokens: of these.
-            step_s: the target time of the step: see `mixed_step_s`, and `engines.chunk_size`.
+            step_s: the target time of the step: see `mixed_step_target_s` and `engines.chunk_size`.
         """
         fit = self.prefill
         least = least_chunk_tokens(self.step_tokens)

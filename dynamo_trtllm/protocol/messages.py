@@ -1,5 +1,4 @@
-"""Define and encode the values that processes exchange: requests, chunks, KV transfer parameters,
-instances, verbs.
+"""Define and encode the values that processes exchange, such as requests, chunks and instances.
 
 They are msgspec structs, encoded as MessagePack with token ids packed as 32-bit little-endian
 integers. Decoding skips unknown fields, so an older process can read what a newer one sends.
@@ -17,9 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias, TypeVar
 
 import msgspec
 
-from dynamo_trtllm.protocol.cost_model import CostModel, EngineWork, mixed_step_s
+from dynamo_trtllm.protocol.cost_model import CostModel, EngineWork
 from dynamo_trtllm.protocol.errors import BadFrame
 from dynamo_trtllm.protocol.former_names import FORMER_AGGREGATED, FORMER_KV_TRANSFER
+from dynamo_trtllm.protocol.mixed_steps import mixed_step_target_s
 from dynamo_trtllm.protocol.number_types import (
     MAX_COUNT,
     MAX_DP_RANKS,
@@ -480,7 +480,7 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
             context,
             self.queued_prefill_tokens + more_tokens,
             self.waiting + more_requests,
-            mixed_step_s(None if slo is None else slo.itl_s) if role is _ELASTIC else 0.0,
+            mixed_step_target_s(None if slo is None else slo.itl_s) if role is _ELASTIC else 0.0,
         )
 
 

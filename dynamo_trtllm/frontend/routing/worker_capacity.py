@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from dynamo_trtllm.frontend.routing.cluster_view import ModelView
-from dynamo_trtllm.protocol.cost_model import least_chunk_tokens
 from dynamo_trtllm.protocol.messages import Instance, Role
+from dynamo_trtllm.protocol.mixed_steps import least_chunk_tokens
 from dynamo_trtllm.protocol.number_types import ceil_div
 
 # The workers can take choices whose costs add up to this. Costs are integers, because rounding

@@ -12,9 +12,9 @@ from dynamo_trtllm.protocol.cost_model import (
     CostModel,
     EngineWork,
     decode_step_s,
-    mixed_step_s,
 )
 from dynamo_trtllm.protocol.messages import Instance, Role
+from dynamo_trtllm.protocol.mixed_steps import mixed_step_target_s
 
 # In Python 3.11, each access to a member of an enum takes 150 ns.
 _PREFILL: Final = Role.PREFILL
@@ -96,7 +96,7 @@ class WorkerForecast:
             context,
             load.queued_prefill_tokens,
             report.waiting + load.unseen_requests,
-            mixed_step_s=mixed_step_s(itl_s) if instance.role is _ELASTIC else 0.0,
+            mixed_step_s=mixed_step_target_s(itl_s) if instance.role is _ELASTIC else 0.0,
         )
 
     @property

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from dynamo_trtllm.engines.chunk_size import ChunkSize
-from dynamo_trtllm.protocol.cost_model import MIXED_STEP_S, least_chunk_tokens
+from dynamo_trtllm.protocol.mixed_steps import MIXED_STEP_S, least_chunk_tokens
 
 MAX_TOKENS = 8192
 

@@ -8,7 +8,6 @@ import pytest
 
 from dynamo_trtllm.protocol.cost_model import (
     DECODE_TERMS,
-    MIXED_STEP_S,
     PREFILL_TERMS,
     CostModel,
     EngineWork,
@@ -16,12 +15,12 @@ from dynamo_trtllm.protocol.cost_model import (
     decode_step_s,
     linear_decode_fit,
     linear_prefill_fit,
-    mixed_step_s,
     prefill_features,
     prefill_step_s,
     prior_fit,
 )
 from dynamo_trtllm.protocol.messages import LoadReport, RequestSlo, Role
+from dynamo_trtllm.protocol.mixed_steps import MIXED_STEP_S, mixed_step_target_s
 
 DECODE = prior_fit([0.1 * (index + 1) for index in range(len(DECODE_TERMS))])
 PREFILL = prior_fit([0.1 * (index + 1) for index in range(len(PREFILL_TERMS))])
@@ -59,7 +58,7 @@ def test_longest_step_adds_decode_steps_that_were_never_mixed() -> None:
     ("itl_s", "step_s"), [(None, 0.045), (0.01, 0.045), (0.1, 0.06), (1.0, 0.6)]
 )
 def test_target_of_steps_is_a_part_of_the_limit(itl_s: float | None, step_s: float) -> None:
-    assert mixed_step_s(itl_s) == pytest.approx(step_s)
+    assert mixed_step_target_s(itl_s) == pytest.approx(step_s)
 
 
 def test_target_of_a_reported_engine_is_that_of_the_new_request() -> None:
