@@ -36,7 +36,7 @@ NEAR: Final = 0.1
 _NEGLIGIBLE: Final = 0.01
 # A first token that is predicted later than this part of its limit counts as missed, because times
 # of first tokens are predicted with errors of about a tenth.
-TTFT_PART: Final = 0.9
+_TTFT_PART: Final = 0.9
 # Up to this pressure, an elastic worker that has streams gets further streams before a worker
 # without streams.
 _PACKED: Final = 0.8
@@ -55,13 +55,18 @@ class Path(StrEnum):
 
 
 class SloLimits(NamedTuple):
-    """The limits by which a path is chosen, in seconds."""
+    """The limits by which the path of a request is chosen, in seconds."""
 
     ttft_s: float  # time to first token of the request
     itl_s: float  # time between two tokens of the request
     # The time between two tokens of the requests that already run. Their limit stays the same even
     # if this request has a looser one.
     others_itl_s: float
+    waited_s: float = 0.0  # how long the request has waited since it arrived
+
+    def is_late(self, ttft_s: float) -> bool:
+        """Return whether a time to first token counts as missed."""
+        return ttft_s > _TTFT_PART * self.ttft_s
 
 
 class ChosenPath(msgspec.Struct, frozen=True):  # created in a third of the time of a named tuple
@@ -124,13 +129,12 @@ def select_path(
     aggregated: Sequence[WorkerForecast],
     limits: SloLimits,
     *,
-    waited_s: float,
     breakers: PairBreakers,
     random: Callable[[], float],
 ) -> ChosenPath | None:
     """Choose the path and the workers of a request.
 
-    A path meets the SLO if the first token is predicted within TTFT_PART of the limit, and no gap
+    A path meets the SLO if the first token is predicted within _TTFT_PART of the limit, and no gap
     between two tokens exceeds its limit: neither a gap of this request nor a gap of the requests
     that run on its workers. Of these paths, the one with the least pressure is chosen (see
     `ChosenPath`). A path whose stream would slow the prompts of its worker (`is_last_resort`) is
@@ -149,7 +153,6 @@ def select_path(
         decodes: decode workers of the same key.
         aggregated: aggregated workers.
         limits: the limits of the request.
-        waited_s: for how long the request has waited since it arrived.
         breakers: the breakers of the pairs.
         random: returns numbers from 0 to 1.
 
@@ -157,11 +160,11 @@ def select_path(
         None: there is no path with a closed breaker.
     """
     paths: list[ChosenPath] = []
-    prefill_parts = [_prefill_part(worker, limits, waited_s, random) for worker in prefills]
+    prefill_parts = [_prefill_part(worker, limits, random) for worker in prefills]
     prefill_parts.sort(key=_order_of_part)
     decode_parts = [_decode_part(worker, limits, random) for worker in decodes]
     decode_parts.sort(key=_order_of_part)
-    pair = _best_pair(prefill_parts, decode_parts, limits, waited_s, breakers)
+    pair = _best_pair(prefill_parts, decode_parts, limits, breakers)
     if pair is not None:
         paths.append(pair)
         if pair.num_missed == 0:
@@ -170,13 +173,13 @@ def select_path(
     if breakers.any_open:
         prefills, decodes, aggregated = _may_aggregate(prefills, decodes, aggregated, breakers)
         decode_parts = [part for part in decode_parts if part.worker in decodes]
-    paths += _paths_on_decode(decode_parts, limits, waited_s)
-    paths += _aggregated_paths(Path.ON_AGGREGATED, aggregated, limits, waited_s)
+    paths += _paths_on_decode(decode_parts, limits)
+    paths += _aggregated_paths(Path.ON_AGGREGATED, aggregated, limits)
     if not any(path.num_missed == 0 for path in paths):
         if paths:
             # Workers without a share of decode calls are needed only if there is no other path.
             prefills = [worker for worker in prefills if worker.takes_streams]
-        paths += _aggregated_paths(Path.ON_PREFILL, prefills, limits, waited_s, set(prefills))
+        paths += _aggregated_paths(Path.ON_PREFILL, prefills, limits, set(prefills))
     return min(paths, key=partial(_order_of_path, random), default=None)
 
 
@@ -196,7 +199,6 @@ def _best_pair(
     prefills: Sequence[_PathPart],
     decodes: Sequence[_PathPart],
     limits: SloLimits,
-    waited_s: float,
     breakers: PairBreakers,
 ) -> ChosenPath | None:
     """Return the path over the best pair whose breaker is closed.
@@ -205,11 +207,11 @@ def _best_pair(
     """
     if not prefills or not decodes:
         return None
-    decodes = _with_transfers(prefills[0].first_token_s, decodes, limits, waited_s)
+    decodes = _with_transfers(prefills[0].first_token_s, decodes, limits)
     # The first parts are the best ones. An elastic worker may be the best one in both roles.
     is_same = prefills[0].worker.instance.id == decodes[0].worker.instance.id
     if not breakers.any_open and not is_same:
-        return _pair_path(prefills[0], decodes[0], limits, waited_s)
+        return _pair_path(prefills[0], decodes[0], limits)
     pairs = [
         (prefill, decode)
         for prefill, decode in itertools.product(prefills, decodes)
@@ -219,7 +221,7 @@ def _best_pair(
     if not pairs:
         return None
     prefill, decode = min(pairs, key=_order_of_pair)
-    return _pair_path(prefill, decode, limits, waited_s)
+    return _pair_path(prefill, decode, limits)
 
 
 def _order_of_pair(pair: tuple[_PathPart, _PathPart]) -> tuple[int, bool, float]:
@@ -230,17 +232,17 @@ def _order_of_pair(pair: tuple[_PathPart, _PathPart]) -> tuple[int, bool, float]
 
 
 def _prefill_part(
-    worker: WorkerForecast, limits: SloLimits, waited_s: float, random: Callable[[], float]
+    worker: WorkerForecast, limits: SloLimits, random: Callable[[], float]
 ) -> _PathPart:
     """Return what a prefill worker adds: the time to first token, and the gaps of its streams."""
     first_token_s = worker.first_token_s()
     gap_s = worker.prompt_gap_s()
     # Which parts of their limits these times take.
-    ttft_part = (waited_s + first_token_s) / limits.ttft_s
+    ttft_part = (limits.waited_s + first_token_s) / limits.ttft_s
     gap_part = gap_s / limits.others_itl_s
     num_delayed = worker.num_delayed(gap_s, limits.others_itl_s)
     pressure = ttft_part if ttft_part > gap_part else gap_part
-    misses = ttft_part > TTFT_PART
+    misses = ttft_part > _TTFT_PART
     return _PathPart(
         worker,
         num_missed=num_delayed + misses,
@@ -271,7 +273,7 @@ def _decode_part(
 
 
 def _with_transfers(
-    first_token_s: float, decodes: Sequence[_PathPart], limits: SloLimits, waited_s: float
+    first_token_s: float, decodes: Sequence[_PathPart], limits: SloLimits
 ) -> list[_PathPart]:
     """Return the decode parts with their KV transfers, the best part first.
 
@@ -281,12 +283,11 @@ def _with_transfers(
         first_token_s: the time until the best prefill worker has computed the prompt.
         decodes: the parts without transfers.
         limits: the limits of the request.
-        waited_s: for how long the request has waited since it arrived.
     """
     parts = []
     for part in decodes:
         transfer_s = part.worker.transfer_s(first_token_s)
-        is_late = waited_s + first_token_s + transfer_s > TTFT_PART * limits.ttft_s
+        is_late = limits.is_late(limits.waited_s + first_token_s + transfer_s)
         # The prefill takes equally long with every decode worker, so only the transfer counts.
         transfer_pressure = transfer_s / limits.ttft_s / part.worker.share
         parts.append(
@@ -314,12 +315,10 @@ def _best_aggregating(decodes: Sequence[_PathPart]) -> list[WorkerForecast]:
     return tried
 
 
-def _pair_path(
-    prefill: _PathPart, decode: _PathPart, limits: SloLimits, waited_s: float
-) -> ChosenPath:
+def _pair_path(prefill: _PathPart, decode: _PathPart, limits: SloLimits) -> ChosenPath:
     transfer_s = decode.worker.transfer_s(prefill.first_token_s)
-    ttft_s = waited_s + prefill.first_token_s + transfer_s
-    misses = decode.misses or ttft_s > TTFT_PART * limits.ttft_s
+    ttft_s = limits.waited_s + prefill.first_token_s + transfer_s
+    misses = decode.misses or limits.is_late(ttft_s)
     return ChosenPath(
         path=Path.PREFILL_DECODE,
         prefill=prefill.worker.instance,
@@ -366,20 +365,17 @@ def _may_aggregate(
     return closed[0], closed[1], closed[2]
 
 
-def _paths_on_decode(
-    decodes: Sequence[_PathPart], limits: SloLimits, waited_s: float
-) -> Iterator[ChosenPath]:
+def _paths_on_decode(decodes: Sequence[_PathPart], limits: SloLimits) -> Iterator[ChosenPath]:
     """Return a path for each decode worker that may be the best one for a whole request."""
     last_resorts = {part.worker for part in decodes if part.is_last_resort}
     tried = _best_aggregating(decodes)
-    return _aggregated_paths(Path.ON_DECODE, tried, limits, waited_s, last_resorts)
+    return _aggregated_paths(Path.ON_DECODE, tried, limits, last_resorts)
 
 
 def _aggregated_paths(
     path: Path,
     workers: Iterable[WorkerForecast],
     limits: SloLimits,
-    waited_s: float,
     last_resorts: Container[WorkerForecast] = (),
 ) -> Iterator[ChosenPath]:
     """Yield a path for each worker that can run a whole request.
@@ -390,14 +386,13 @@ def _aggregated_paths(
         instance = worker.instance
         if path is not Path.ON_AGGREGATED and not instance.can_aggregate:
             continue
-        ttft_s = waited_s + worker.first_token_s()
+        ttft_s = limits.waited_s + worker.first_token_s()
         prompt_gap_s = worker.prompt_gap_s()
         decode_gap_s = worker.decode_gap_s()
         # Running streams of the worker wait for the step with the prompt, and then for steps with
         # one more request.
         gap_s = max(prompt_gap_s, decode_gap_s)
-        is_late = ttft_s > TTFT_PART * limits.ttft_s
-        misses = is_late or decode_gap_s > limits.itl_s or not worker.has_space()
+        misses = limits.is_late(ttft_s) or decode_gap_s > limits.itl_s or not worker.has_space()
         num_delayed = worker.num_delayed(gap_s, limits.others_itl_s)
         yield ChosenPath(
             path=path,

@@ -17,7 +17,6 @@ from dynamo_trtllm.frontend.routing.cluster_view import ModelView, PairGroup, ex
 from dynamo_trtllm.frontend.routing.cost_placement import Placement, RankedSelection
 from dynamo_trtllm.frontend.routing.pair_breakers import PairBreakers
 from dynamo_trtllm.frontend.routing.path_selection import (
-    TTFT_PART,
     ChosenPath,
     Path,
     SloLimits,
@@ -31,7 +30,7 @@ from dynamo_trtllm.frontend.routing.prefix_index import (
 from dynamo_trtllm.frontend.routing.worker_forecast import WorkerForecast
 from dynamo_trtllm.frontend.routing.worker_load import cost_of_equals
 from dynamo_trtllm.protocol.errors import SloUnreachable
-from dynamo_trtllm.protocol.messages import GenerateRequest, Instance, Role
+from dynamo_trtllm.protocol.messages import GenerateRequest, Instance, RequestSlo, Role
 
 log = logging.getLogger(__name__)
 
@@ -119,8 +118,8 @@ class SloPlacement(Placement):
         request = prompt.request
         if request.dp_rank is not None or request.prefill_dp_rank is not None:
             return super().select(view, prompt, breakers, now, avoid=avoid)
-        limits = self._limits(request)
-        chosen = self._choose(view, prompt, limits, breakers, now, avoid, waited_s)
+        limits = self._limits(request, waited_s)
+        chosen = self._choose(view, prompt, limits, breakers, now, avoid)
         if chosen is None:
             self._log_unpredicted(request.model)
             return super().select(view, prompt, breakers, now, avoid=avoid)
@@ -134,16 +133,15 @@ class SloPlacement(Placement):
             chosen=chosen,
         )
 
-    def _limits(self, request: GenerateRequest) -> SloLimits:
+    def _limits(self, request: GenerateRequest, waited_s: float) -> SloLimits:
         """Return the limits of a request: its own limits, else the limits of the frontend."""
         default = self._default
-        own = request.slo
-        if own is None:
-            return default
+        own = RequestSlo() if request.slo is None else request.slo
         return SloLimits(
             ttft_s=default.ttft_s if own.ttft_s is None else own.ttft_s,
             itl_s=default.itl_s if own.itl_s is None else own.itl_s,
             others_itl_s=default.itl_s,
+            waited_s=waited_s,
         )
 
     def _choose(
@@ -154,7 +152,6 @@ class SloPlacement(Placement):
         breakers: PairBreakers,
         now: float,
         avoid: int | None,
-        waited_s: float,
     ) -> ChosenPath | None:
         """Return the best path of all pairing keys.
 
@@ -184,7 +181,6 @@ class SloPlacement(Placement):
                 decode_forecasts,
                 aggregated_forecasts,
                 limits,
-                waited_s=waited_s,
                 breakers=breakers,
                 random=self._random,
             )
@@ -267,7 +263,7 @@ def _unreachable(path: ChosenPath, limits: SloLimits) -> SloUnreachable:
     late_s = math.ceil(path.ttft_s - limits.ttft_s)
     itl_s = min(limits.itl_s, limits.others_itl_s)
     misses = []
-    if path.ttft_s > TTFT_PART * limits.ttft_s:
+    if limits.is_late(path.ttft_s):
         limit = f"limit {1000 * limits.ttft_s:g}"
         if path.ttft_s <= limits.ttft_s:
             limit += ", and the prediction may be wrong by a tenth"
