@@ -31,7 +31,7 @@ from dynamo_trtllm.protocol.messages import Instance
 
 # If the pressures of two workers or paths differ by less than this part, chance may choose either.
 # So frontends with the same reports do not all choose the same worker.
-NEAR: Final = 0.1
+_NEAR: Final = 0.1
 # This is added to each pressure. So pressures far below it count as nearly equal.
 _NEGLIGIBLE: Final = 0.01
 # A first token that is predicted later than this part of its limit counts as missed, because times
@@ -145,7 +145,7 @@ def select_path(
     Streams that would miss their limit without this request do not count. The caller may reject the
     request instead.
 
-    Workers and paths whose pressures differ by less than NEAR are chosen by chance. An elastic
+    Workers and paths whose pressures differ by less than _NEAR are chosen by chance. An elastic
     worker may be in both roles, but is no pair with itself. Its pressure is divided by its share.
 
     Args:
@@ -188,11 +188,11 @@ def _order_of_path(random: Callable[[], float], path: ChosenPath) -> tuple[int, 
 
 
 def _blurred(pressure: float, random: Callable[[], float]) -> float:
-    """Return the pressure, raised at random by up to NEAR.
+    """Return the pressure, raised at random by up to _NEAR.
 
     So nearly equal pressures come in any order.
     """
-    return (pressure + _NEGLIGIBLE) * (1.0 + NEAR * random())
+    return (pressure + _NEGLIGIBLE) * (1.0 + _NEAR * random())
 
 
 def _best_pair(
