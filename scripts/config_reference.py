@@ -48,7 +48,7 @@ from dynamo_trtllm.config.deployment import (
 from dynamo_trtllm.config.dynamo_variables import FRONTEND, VARIABLES, VLLM, WORKER, Variable
 from dynamo_trtllm.config.flags import ENV_PREFIX, Flag, flags_of
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
-from dynamo_trtllm.config.parser import CONSOLE
+from dynamo_trtllm.config.parser import COMMAND_NAME
 from dynamo_trtllm.engines.mock.args import MockArgs
 from dynamo_trtllm.engines.torch.args import TorchArgs
 
@@ -124,10 +124,10 @@ other programs use works too. `--no-…` switches a switch off. Every program al
 
 def page() -> str:
     """Return the page."""
-    rows = [(f"`{CONSOLE} {command.name}`", command.summary) for command in COMMANDS.values()]
+    rows = [(f"`{COMMAND_NAME} {command.name}`", command.summary) for command in COMMANDS.values()]
     parts = [_HEAD, table(("command", "what it does"), rows)]
     for program in PROGRAMS:
-        typed = f"`{CONSOLE} {program.command}`"
+        typed = f"`{COMMAND_NAME} {program.command}`"
         if program.module:
             typed += f" or `python -m {program.module}`"
         parts += [f"## {program.title}\n", f"{typed}\n"]

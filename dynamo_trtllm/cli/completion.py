@@ -9,11 +9,11 @@ from dynamo_trtllm.cli.console import COMMANDS, parser_of
 from dynamo_trtllm.config.commands import CompletionConfig
 from dynamo_trtllm.config.engine_names import engine_entry_points
 from dynamo_trtllm.config.load import command
-from dynamo_trtllm.config.parser import CONSOLE, CommandParser
+from dynamo_trtllm.config.parser import COMMAND_NAME, CommandParser
 from dynamo_trtllm.protocol.errors import ConfigError, install_hint
 
 
-@command(CompletionConfig, f"{CONSOLE} completion")
+@command(CompletionConfig, f"{COMMAND_NAME} completion")
 def main(config: CompletionConfig) -> None:
     """Run the command. Exit with status 0, or 2 for a bad command line."""
     sys.stdout.write(completion(config.shell))
@@ -29,7 +29,7 @@ def completion(shell: str) -> str:
         import shtab
     except ModuleNotFoundError as exc:
         raise ConfigError(f"completion needs {exc.name}; {install_hint('cli')}") from exc
-    root = argparse.ArgumentParser(prog=CONSOLE)
+    root = argparse.ArgumentParser(prog=COMMAND_NAME)
     commands = root.add_subparsers()
     for subcommand in COMMANDS.values():
         try:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from dynamo_trtllm.config.environ import command_line, set_command_line
-from dynamo_trtllm.config.parser import CONSOLE, CommandParser, command_streams
+from dynamo_trtllm.config.parser import COMMAND_NAME, CommandParser, command_streams
 from dynamo_trtllm.protocol.errors import ConfigError, install_hint
 
 _HELP = ("-h", "--help")
@@ -91,13 +91,13 @@ def main() -> None:
 
     Exit with the status of the subcommand, or with 2 for a bad command line.
     """
-    with command_streams(CONSOLE):
+    with command_streams(COMMAND_NAME):
         try:
             raise SystemExit(_run(command_line()))
         except ConfigError as exc:
             from dynamo_trtllm.config.load import exit_with
 
-            exit_with(CONSOLE, exc)
+            exit_with(COMMAND_NAME, exc)
 
 
 def _run(words: Sequence[str]) -> int | None:
@@ -110,7 +110,7 @@ def _run(words: Sequence[str]) -> int | None:
     if name in _VERSION:
         name = "version"
     command = find(name)
-    set_command_line(f"{CONSOLE} {command.name}", flags)
+    set_command_line(f"{COMMAND_NAME} {command.name}", flags)
     if not set(flags).isdisjoint(_HELP):
         parser_of(command).print_help()
         return 0
@@ -143,11 +143,11 @@ def _overview() -> CommandParser:
     Its arguments are only shown: it parses nothing.
     """
     parser = CommandParser(
-        prog=CONSOLE,
-        usage=f"{CONSOLE} COMMAND [flags]",
+        prog=COMMAND_NAME,
+        usage=f"{COMMAND_NAME} COMMAND [flags]",
         description="Serve language models with prefill and decode on separate GPUs.",
-        epilog=f"The flags of a command: {CONSOLE} COMMAND --help; those with a word:"
-        f" {CONSOLE} COMMAND --help=WORD. First steps: {CONSOLE} demo",
+        epilog=f"The flags of a command: {COMMAND_NAME} COMMAND --help; those with a word:"
+        f" {COMMAND_NAME} COMMAND --help=WORD. First steps: {COMMAND_NAME} demo",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     for title, commands in GROUPS.items():
@@ -167,7 +167,7 @@ def parser_of(command: Command) -> argparse.ArgumentParser:
     # The settings of `clear-namespace` are `ClearNamespaceConfig`.
     class_name = command.name.title().replace("-", "") + "Config"
     settings = _loaded(f"config.commands:{class_name}")
-    return build_parser(settings, f"{CONSOLE} {command.name}", command.summary)
+    return build_parser(settings, f"{COMMAND_NAME} {command.name}", command.summary)
 
 
 def _loaded(path: str) -> Any:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dynamo_trtllm.cli.failover import FAILOVER
 from dynamo_trtllm.config.commands import DemoConfig
 from dynamo_trtllm.config.load import command
-from dynamo_trtllm.config.parser import CONSOLE
+from dynamo_trtllm.config.parser import COMMAND_NAME
 from dynamo_trtllm.launch.demonstration import SAMPLE
 from dynamo_trtllm.launch.main import launch
 from dynamo_trtllm.support.subprocesses import RunFailed
 
 
-@command(DemoConfig, f"{CONSOLE} demo", RunFailed)
+@command(DemoConfig, f"{COMMAND_NAME} demo", RunFailed)
 def main(config: DemoConfig) -> None:
     """Run the command.
 

@@ -18,7 +18,7 @@ from dynamo_trtllm.cli.trace_formats import mooncake, perfetto
 from dynamo_trtllm.config.commands import ExplainConfig
 from dynamo_trtllm.config.config_base import DEFAULT_SOURCE
 from dynamo_trtllm.config.load import command, process_environment
-from dynamo_trtllm.config.parser import CONSOLE
+from dynamo_trtllm.config.parser import COMMAND_NAME
 from dynamo_trtllm.config.text_table import format_table
 from dynamo_trtllm.launch.running_deployments import (
     LaunchRecord,
@@ -36,7 +36,7 @@ from dynamo_trtllm.observability.request_timeline import (
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.sanitize import escape_controls
 
-PROG = f"{CONSOLE} explain"
+PROG = f"{COMMAND_NAME} explain"
 _MAX_SHOWN = 20  # requests
 _MAX_PROBLEMS = 3  # notes about recordings
 
@@ -192,7 +192,7 @@ def timeline(request: RequestRecording) -> str:
 def _latest(requests: Sequence[RequestRecording]) -> str:
     """Return a table of the latest requests, or that there are none."""
     if not requests:
-        return f"no request was recorded yet; send one, for example with '{CONSOLE} chat'\n"
+        return f"no request was recorded yet; send one, for example with '{COMMAND_NAME} chat'\n"
     latest = sorted(requests, key=lambda request: request.began_epoch_ns)[-_MAX_SHOWN:]
     rows = [("request", "began", "processes", "outcome")]
     for request in latest:

@@ -23,7 +23,7 @@ from dynamo_trtllm.cli.chat import error_text
 from dynamo_trtllm.cli.explain import timeline
 from dynamo_trtllm.config.flags import ENV_PREFIX
 from dynamo_trtllm.config.load import process_environment
-from dynamo_trtllm.config.parser import CONSOLE
+from dynamo_trtllm.config.parser import COMMAND_NAME
 from dynamo_trtllm.launch.demonstration import (
     CHAT_PATH,
     Demonstration,
@@ -98,7 +98,7 @@ async def show_failover(deployment: ReadyDeployment) -> None:
         raise RunFailed(f"the stream failed: {reason}") from exc
     finally:
         screen.end_line()
-    screen.line(f"\n$ {CONSOLE} explain {answer.id}", _BOLD)
+    screen.line(f"\n$ {COMMAND_NAME} explain {answer.id}", _BOLD)
     screen.line("(nothing is recorded)" if request is None else timeline(request).rstrip())
     screen.line("")
     show_verdict(screen, reference, answer, workers)

@@ -11,7 +11,7 @@ from typing import Final
 
 from dynamo_trtllm.config.client_commands import LogsConfig
 from dynamo_trtllm.config.load import command
-from dynamo_trtllm.config.parser import CONSOLE
+from dynamo_trtllm.config.parser import COMMAND_NAME
 from dynamo_trtllm.launch.log_file import LogReader, split_line
 from dynamo_trtllm.launch.process_output import LAUNCHER
 from dynamo_trtllm.launch.running_deployments import LaunchRecord, running_deployment
@@ -24,7 +24,7 @@ class NoLogs(Exception):
     """There are no lines to show. The message says why."""
 
 
-@command(LogsConfig, f"{CONSOLE} logs", NoLogs)
+@command(LogsConfig, f"{COMMAND_NAME} logs", NoLogs)
 def main(config: LogsConfig) -> None:
     """Run the command.
 

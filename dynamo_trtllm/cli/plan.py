@@ -16,7 +16,7 @@ from dynamo_trtllm.cli.simulate import json_text, slos
 from dynamo_trtllm.config.commands import PlanConfig
 from dynamo_trtllm.config.deployment import checked_deployment
 from dynamo_trtllm.config.load import command
-from dynamo_trtllm.config.parser import CONSOLE
+from dynamo_trtllm.config.parser import COMMAND_NAME
 from dynamo_trtllm.config.text_table import format_table
 from dynamo_trtllm.launch.process_specs import processes
 from dynamo_trtllm.protocol.errors import ConfigError, install_hint
@@ -37,7 +37,7 @@ _DEPLOYMENT = "deployment.yaml"
 _MOCK = "mock.yaml"
 
 
-@command(PlanConfig, f"{CONSOLE} plan")
+@command(PlanConfig, f"{COMMAND_NAME} plan")
 def main(config: PlanConfig) -> None:
     """Run the command. Exit with status 0, or 2 for a bad command line or without constants."""
     shape = parse_shape(config.shape)

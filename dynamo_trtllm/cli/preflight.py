@@ -21,7 +21,7 @@ from dynamo_trtllm.config.flags import ENV_PREFIX
 from dynamo_trtllm.config.layers import find_file, read_yaml
 from dynamo_trtllm.config.load import command, load, process_environment
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.config.parser import CONSOLE
+from dynamo_trtllm.config.parser import COMMAND_NAME
 from dynamo_trtllm.engines import argument_schema as schema
 from dynamo_trtllm.engines.engine_interface import Finding
 from dynamo_trtllm.engines.gpu import Gpu, visible_gpus
@@ -283,8 +283,8 @@ def _from_deployment(config: PreflightConfig) -> tuple[list[CheckedWorker], str 
         if engine not in (None, "trtllm"):
             raise ConfigError(
                 f"preflight checks TensorRT-LLM workers only, but {worker.name} of {path} has"
-                f" --engine {engine}; to check its arguments: {CONSOLE} worker with its flags and"
-                " --print-config"
+                f" --engine {engine}; to check its arguments: {COMMAND_NAME} worker with its flags"
+                " and --print-config"
             )
         if worker.disaggregation_mode in checked:
             raise ConfigError(
@@ -365,8 +365,8 @@ def _check_engine_of(path: Path) -> None:
         if known:
             raise ConfigError(
                 f"preflight checks TensorRT-LLM files only, but {path} is a file for --engine"
-                f" {engine} (it has {known[0]}); to check it: {CONSOLE} worker --engine {engine}"
-                f" --model-path MODEL --extra-engine-args {path} --print-config"
+                f" {engine} (it has {known[0]}); to check it: {COMMAND_NAME} worker --engine"
+                f" {engine} --model-path MODEL --extra-engine-args {path} --print-config"
             )
 
 
@@ -396,7 +396,7 @@ def _worker(checked: CheckedWorker, model_name: str | None) -> WorkerConfig:
     try:
         if "--print-config" in words:
             raise ConfigError("--print-config can't be used here: remove it")
-        worker = load(WorkerConfig, prog=f"{CONSOLE} worker", argv=words, environ=environ)
+        worker = load(WorkerConfig, prog=f"{COMMAND_NAME} worker", argv=words, environ=environ)
         for name, (value, instead) in fixed.items():
             given = getattr(worker, name)
             if str(given) != value:

@@ -12,7 +12,7 @@ from dynamo_trtllm.cli.output_files import check_writable, write_text
 from dynamo_trtllm.cli.profile_loads import Alone, FrontendRequests, LoadFailed, ProfileLoads
 from dynamo_trtllm.config.commands import ProfileConfig
 from dynamo_trtllm.config.load import command
-from dynamo_trtllm.config.parser import CONSOLE
+from dynamo_trtllm.config.parser import COMMAND_NAME
 from dynamo_trtllm.observability.metrics import PREFIX, read_costs
 from dynamo_trtllm.observability.metrics_aggregator import sum_samples
 from dynamo_trtllm.protocol.cost_model import (
@@ -60,7 +60,7 @@ class NotProfiled(Exception):
     """The worker can't be asked, or has learned too little. The message says what to do."""
 
 
-@command(ProfileConfig, f"{CONSOLE} profile", NotProfiled)
+@command(ProfileConfig, f"{COMMAND_NAME} profile", NotProfiled)
 def main(config: ProfileConfig) -> None:
     """Run the command.
 

@@ -8,13 +8,13 @@ import sys
 from dynamo_trtllm.cluster.roles import COMPONENTS, cluster_users, nats_configuration
 from dynamo_trtllm.config.commands import RolesConfig
 from dynamo_trtllm.config.load import command
-from dynamo_trtllm.config.parser import CONSOLE
+from dynamo_trtllm.config.parser import COMMAND_NAME
 from dynamo_trtllm.launch.server_users import PasswordFolder, set_up_etcd
 from dynamo_trtllm.observability import logging as observe_logging
 from dynamo_trtllm.protocol.errors import ConfigError, Unreachable
 
 
-@command(RolesConfig, f"{CONSOLE} roles", Unreachable)
+@command(RolesConfig, f"{COMMAND_NAME} roles", Unreachable)
 def main(config: RolesConfig) -> None:
     """Run the command.
 

@@ -18,7 +18,7 @@ from dynamo_trtllm.cluster.discovery.share_records import share_key
 from dynamo_trtllm.config.commands import SharesConfig
 from dynamo_trtllm.config.config_base import DEFAULT_SOURCE
 from dynamo_trtllm.config.load import command
-from dynamo_trtllm.config.parser import CONSOLE
+from dynamo_trtllm.config.parser import COMMAND_NAME
 from dynamo_trtllm.config.shares import ALL, parse_shares
 from dynamo_trtllm.config.text_table import format_table
 from dynamo_trtllm.launch.running_deployments import running_deployment
@@ -30,7 +30,7 @@ from dynamo_trtllm.protocol.shares import ShareChange, Shares, ShareTable
 from dynamo_trtllm.support.background import BackgroundTasks
 
 
-@command(SharesConfig, f"{CONSOLE} shares", Unreachable, Overloaded, VersionMismatch)
+@command(SharesConfig, f"{COMMAND_NAME} shares", Unreachable, Overloaded, VersionMismatch)
 def main(config: SharesConfig) -> int:
     """Run the command.
 

@@ -12,7 +12,7 @@ import msgspec
 from dynamo_trtllm.config.commands import SimulateConfig
 from dynamo_trtllm.config.deployment import load_deployment
 from dynamo_trtllm.config.load import command, process_environment
-from dynamo_trtllm.config.parser import CONSOLE
+from dynamo_trtllm.config.parser import COMMAND_NAME
 from dynamo_trtllm.config.text_table import format_table
 from dynamo_trtllm.simulate.cluster import simulate, simulate_closed_loop
 from dynamo_trtllm.simulate.constants import known_constants
@@ -24,7 +24,7 @@ from dynamo_trtllm.support.garbage_collection import tune_gc
 _SHAPE_REQUESTS = 500  # requests of a shape, unless --requests sets another number
 
 
-@command(SimulateConfig, f"{CONSOLE} simulate")
+@command(SimulateConfig, f"{COMMAND_NAME} simulate")
 def main(config: SimulateConfig) -> None:
     """Run the command. Exit with status 0, or 2 for a bad command line, deployment or trace."""
     outcome = run(config)

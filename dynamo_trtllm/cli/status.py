@@ -35,7 +35,7 @@ from dynamo_trtllm.config.client_commands import DEFAULT_FRONTEND, StatusConfig
 from dynamo_trtllm.config.config_base import DEFAULT_SOURCE
 from dynamo_trtllm.config.flags import ENV_PREFIX
 from dynamo_trtllm.config.load import command
-from dynamo_trtllm.config.parser import CONSOLE, is_installed
+from dynamo_trtllm.config.parser import COMMAND_NAME, is_installed
 from dynamo_trtllm.launch.process_specs import FRONTEND
 from dynamo_trtllm.launch.readiness import NotYet, ReadyAnswer, check_etcd, check_nats
 from dynamo_trtllm.launch.running_deployments import (
@@ -112,7 +112,7 @@ class _HealthPair(msgspec.Struct):
     reason: str = ""
 
 
-@command(StatusConfig, f"{CONSOLE} status", NothingRuns)
+@command(StatusConfig, f"{COMMAND_NAME} status", NothingRuns)
 def main(config: StatusConfig) -> int:
     """Run the command.
 
@@ -223,7 +223,8 @@ async def collect(config: StatusConfig) -> list[DeploymentReport]:
     except (Unreachable, TimeoutError):
         reasons.append(f"no etcd answers at {mask_address(config.etcd_endpoints)}")
     raise NothingRuns(
-        f"{', '.join(reasons)}; start one with '{CONSOLE} demo', or pass --url or --etcd-endpoints"
+        f"{', '.join(reasons)}; start one with '{COMMAND_NAME} demo', or pass --url or"
+        " --etcd-endpoints"
     )
 
 

@@ -14,7 +14,7 @@ from typing import Final
 
 from dynamo_trtllm.config.client_commands import StopConfig
 from dynamo_trtllm.config.load import command
-from dynamo_trtllm.config.parser import CONSOLE
+from dynamo_trtllm.config.parser import COMMAND_NAME
 from dynamo_trtllm.launch.running_deployments import (
     LaunchRecord,
     has_process,
@@ -32,14 +32,14 @@ class StillRuns(Exception):
     """The deployment has not ended in time. The message says what runs, and what to do."""
 
 
-@command(StopConfig, f"{CONSOLE} stop", StillRuns)
+@command(StopConfig, f"{COMMAND_NAME} stop", StillRuns)
 def main(config: StopConfig) -> None:
     """Run the command.
 
     Exit with status 0 if the deployment has ended, or if no deployment runs; 1 if it still runs; 2
     for a bad command line, or for a name that no running deployment has.
     """
-    record = running_deployment(config.deployment_name, f"by its name: {CONSOLE} stop NAME")
+    record = running_deployment(config.deployment_name, f"by its name: {COMMAND_NAME} stop NAME")
     if record is None:
         _say("no deployment runs on this machine")
         return
@@ -56,7 +56,7 @@ def main(config: StopConfig) -> None:
     if record.is_running:
         raise StillRuns(
             f"{record.name} still runs after {config.timeout_s:g} s ({stopping.running()});"
-            f" {CONSOLE} stop {record.name} --kill ends it at once"
+            f" {COMMAND_NAME} stop {record.name} --kill ends it at once"
         )
 
 

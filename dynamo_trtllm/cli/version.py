@@ -25,7 +25,7 @@ from dynamo_trtllm import __version__
 from dynamo_trtllm.config.commands import VersionConfig
 from dynamo_trtllm.config.engine_names import engine_entry_points, package_of
 from dynamo_trtllm.config.load import command
-from dynamo_trtllm.config.parser import CONSOLE
+from dynamo_trtllm.config.parser import COMMAND_NAME
 from dynamo_trtllm.config.text_table import format_table
 from dynamo_trtllm.launch.local_servers import etcd_binary, nats_binary
 from dynamo_trtllm.protocol.errors import ConfigError
@@ -64,7 +64,7 @@ _PINNING = ("tensorrt-llm", "vllm")  # engines that require certain releases of 
 _UNKNOWN = "unknown version"
 
 
-@command(VersionConfig, f"{CONSOLE} version")
+@command(VersionConfig, f"{COMMAND_NAME} version")
 def main(config: VersionConfig) -> None:
     """Run the command. Exit with status 0, or 2 for a bad command line."""
     found = versions()

@@ -33,7 +33,7 @@ from dynamo_trtllm.config.flags import (
 )
 from dynamo_trtllm.config.ignored_variables import ignored
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
-from dynamo_trtllm.config.parser import CONSOLE
+from dynamo_trtllm.config.parser import COMMAND_NAME
 from dynamo_trtllm.config.suggestions import suggest
 from dynamo_trtllm.config.text_table import format_table
 from dynamo_trtllm.config.unknown_flags import reject_unknown, without_no_op_flags
@@ -129,7 +129,7 @@ def program(prog: str) -> str:
     It is `dynamo-trtllm COMMAND` if that was typed, otherwise `prog`.
     """
     typed = sys.argv[0] if sys.argv else ""
-    return typed if typed.startswith(f"{CONSOLE} ") else prog
+    return typed if typed.startswith(f"{COMMAND_NAME} ") else prog
 
 
 def exit_with(prog: str, error: ConfigError) -> NoReturn:

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from dynamo_trtllm.protocol.errors import ConfigError
 
-CONSOLE = "dynamo-trtllm"
+COMMAND_NAME = "dynamo-trtllm"
 _FAILED = 1
 _INTERRUPTED = 130
 

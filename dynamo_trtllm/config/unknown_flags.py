@@ -16,16 +16,16 @@ from dynamo_trtllm.config.config_base import Config
 from dynamo_trtllm.config.flags import Flag, flags_of
 from dynamo_trtllm.config.http_access import ACCESS_FIELDS
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
-from dynamo_trtllm.config.parser import CONSOLE
+from dynamo_trtllm.config.parser import COMMAND_NAME
 from dynamo_trtllm.config.split_flags import flag_names
 from dynamo_trtllm.config.suggestions import suggest
 from dynamo_trtllm.protocol.errors import ConfigError
 
-_WORKER = f"{CONSOLE} worker"
-_LAUNCHER = f"{CONSOLE} launch"
+_WORKER = f"{COMMAND_NAME} worker"
+_LAUNCHER = f"{COMMAND_NAME} launch"
 _COMMAND_OF: Mapping[type[Config], str] = {
     WorkerConfig: _WORKER,
-    FrontendConfig: f"{CONSOLE} frontend",
+    FrontendConfig: f"{COMMAND_NAME} frontend",
     LaunchConfig: _LAUNCHER,
 }
 # Subcommands of other servers, and of ours where a user types one too many.
@@ -92,8 +92,8 @@ def _reject_subcommand(words: Sequence[str]) -> None:
     if len(words) > 1 and not words[1].startswith("-"):
         model_name = words[1]
     raise ConfigError(
-        f"there is no subcommand {words[0]!r}; to serve a model on this machine: {CONSOLE} serve"
-        f" {model_name}; for a deployment file: {_LAUNCHER} DEPLOYMENT.yaml --model {model_name};"
+        f"there is no subcommand {words[0]!r}; to serve a model on this machine: {COMMAND_NAME}"
+        f" serve {model_name}; for a deployment file: {_LAUNCHER} DEPLOYMENT.yaml --model {model_name};"
         f" for one worker: {_WORKER} --model-path {model_name}"
     )
 

@@ -24,7 +24,7 @@ from dynamo_trtllm.config.load import (
     warn_of_ignored_variables,
 )
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.config.parser import CONSOLE
+from dynamo_trtllm.config.parser import COMMAND_NAME
 from dynamo_trtllm.engines.factory import check_prerequisites
 from dynamo_trtllm.engines.gpu import VISIBLE
 from dynamo_trtllm.launch.demonstration import (
@@ -182,7 +182,7 @@ def _shell_rows() -> list[tuple[str, str]]:
     environment that the shell has not activated.
     """
     script = Path(sys.prefix, "bin", "activate")
-    if shutil.which(CONSOLE) is not None or not script.is_file():
+    if shutil.which(COMMAND_NAME) is not None or not script.is_file():
         return []
     shown = script
     # It may be in another folder, or the working folder was deleted.
@@ -211,9 +211,9 @@ def _summary(specs: Sequence[ProcessSpec], url: str | None) -> list[tuple[str, s
         ("URL", f"{url}/v1"),
         *rows,
         *_shell_rows(),
-        ("chat", f"{CONSOLE} chat --url {url}"),
+        ("chat", f"{COMMAND_NAME} chat --url {url}"),
         ("curl", f"curl {url}/v1/models{header}"),
-        ("logs", f"{CONSOLE} logs --follow"),
+        ("logs", f"{COMMAND_NAME} logs --follow"),
         ("API", f"{url}/docs"),
     ]
 

@@ -159,7 +159,7 @@ def test_report_loads_in_a_browser_without_outside_requests(
         timeout=60,
         check=True,
     )
-    assert "CONSOLE" not in shown.stderr
+    assert "COMMAND_NAME" not in shown.stderr
     asked = (tmp_path / "net.json").read_text().replace("\\/", "/")
     assert "URL_REQUEST_START_JOB" in asked
     assert '"url":"http' not in asked
