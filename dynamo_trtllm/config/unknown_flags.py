@@ -93,8 +93,8 @@ def _reject_subcommand(words: Sequence[str]) -> None:
         model_name = words[1]
     raise ConfigError(
         f"there is no subcommand {words[0]!r}; to serve a model on this machine: {COMMAND_NAME}"
-        f" serve {model_name}; for a deployment file: {_LAUNCHER} DEPLOYMENT.yaml --model {model_name};"
-        f" for one worker: {_WORKER} --model-path {model_name}"
+        f" serve {model_name}; for a deployment file: {_LAUNCHER} DEPLOYMENT.yaml --model"
+        f" {model_name}; for one worker: {_WORKER} --model-path {model_name}"
     )
 
 
