@@ -165,6 +165,18 @@ async def _show(config: StatusConfig) -> list[DeploymentReport]:
         await asyncio.sleep(config.interval_s)
 
 
+async def _of_url(url: str, client: _StatusClient) -> DeploymentReport:
+    """Return the deployment of the frontend at --url. Raise NothingRuns if it does not answer."""
+    try:
+        return await _of_frontend(url, client)
+    except _RequestRejected as exc:
+        raise NothingRuns(str(exc)) from exc
+    except OSError as exc:
+        raise NothingRuns(
+            f"no frontend answers at {url} ({_reason_of(exc)}); start one, or change --url"
+        ) from exc
+
+
 async def collect(config: StatusConfig) -> list[DeploymentReport]:
     """Return the deployments that run.
 
@@ -176,15 +188,7 @@ async def collect(config: StatusConfig) -> list[DeploymentReport]:
     deadline = now + config.timeout_s
     client = _StatusClient(deadline, config.api_key, config.client_tls_files)
     if config.url is not None:
-        try:
-            return [await _of_frontend(config.url, client)]
-        except _RequestRejected as exc:
-            raise NothingRuns(str(exc)) from exc
-        except OSError as exc:
-            raise NothingRuns(
-                f"no frontend answers at {config.url} ({_reason_of(exc)}); start one, or change"
-                " --url"
-            ) from exc
+        return [await _of_url(config.url, client)]
     has_namespace = config.source_of("namespace") != DEFAULT_SOURCE
     has_etcd = config.source_of("etcd_endpoints") != DEFAULT_SOURCE
     launched = _launched(config.deployment_name)
