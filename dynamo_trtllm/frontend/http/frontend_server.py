@@ -56,4 +56,5 @@ def frontend_server(
         error_form=openai_error,
         shutdown_s=_SHUTDOWN_S,
         certificate=certificate,
+        origins=config.allowed_origins,
     )

@@ -13,6 +13,7 @@ from urllib.parse import unquote
 
 from dynamo_trtllm.protocol import errors
 from dynamo_trtllm.protocol.errors import DynamoError
+from dynamo_trtllm.support.http_server.answer_headers import set_answer_headers
 from dynamo_trtllm.support.http_server.connection_group import ConnectionGroup
 from dynamo_trtllm.support.http_server.exchange import (
     ClientDisconnected,
@@ -492,7 +493,7 @@ class HttpConnection(asyncio.BufferedProtocol):
                 "this connection was closed for other clients before the request was received; try"
                 " again later"
             )
-            self._send_error(error, _do_nothing)
+            self._send_error(error, _do_nothing, newest if receives_body else None)
             self._read_timer.watch()
         self._transport.close()
 
@@ -542,6 +543,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         """
         self._ignores_data = True
         self._disarm()
+        replaced: Exchange | None = None
         newest = self._newest
         # If the error is in a head, `newest` is the request before it.
         if newest is not None and not self._parser.awaits_head:
@@ -560,14 +562,17 @@ class HttpConnection(asyncio.BufferedProtocol):
             else:
                 # The error is sent in place of the handler's response.
                 self._lose(newest)
+                replaced = newest
                 newest = None
         if newest is not None and not newest.response.ended:
             newest.response.keeps_alive = False
         else:
-            self._send_error(error, self._linger)
+            self._send_error(error, self._linger, replaced)
 
-    def _send_error(self, error: DynamoError, on_end: Callable[[], None]) -> None:
-        """Send an error that answers no request, and call `on_end` after it."""
+    def _send_error(
+        self, error: DynamoError, on_end: Callable[[], None], replaced: Exchange | None
+    ) -> None:
+        """Send an error in place of another response, or for a head that is incomplete or wrong."""
         response = HttpResponse(
             self._transport,
             self._server.batch,
@@ -576,6 +581,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             stall_s=self._timing.stall_s,
             keeps_alive=False,
         )
+        set_answer_headers(response, replaced, self._parser.headers, self._server.origins)
         response.send_error(error)
 
     def _linger(self) -> None:

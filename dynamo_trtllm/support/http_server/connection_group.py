@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import time
+from collections.abc import Set
 from operator import attrgetter
 from typing import Protocol
 
@@ -46,12 +47,20 @@ class ConnectionGroup:
         handler: runs the requests.
         limits: the limits of the connections.
         error_form: the form of errors, unless the handler sets another form.
+        origins: the origins whose pages may read errors that the handler does not send (CORS).
     """
 
-    def __init__(self, handler: Handler, limits: ConnectionLimits, error_form: ErrorForm) -> None:
+    def __init__(
+        self,
+        handler: Handler,
+        limits: ConnectionLimits,
+        error_form: ErrorForm,
+        origins: Set[str] = frozenset(),
+    ) -> None:
         self.handler = handler
         self.limits = limits
         self.error_form = error_form
+        self.origins = origins
         self.max_open = limits.max_connections + limits.reserved_connections
         self.batch = FlushBatch()
         self.open: set[OpenConnection] = set()

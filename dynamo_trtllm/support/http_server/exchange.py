@@ -316,6 +316,12 @@ class HttpResponse:
 
     # --- called by the connection and the batch ---------------------------------------------------
 
+    def take_over(self, other: HttpResponse) -> None:
+        """Use the id, the headers and the form of errors of a response that this one replaces."""
+        self.request_id = other.request_id
+        self.headers = dict(other.headers)
+        self.error_form = other.error_form
+
     def flush(self) -> None:
         """Write the data that waits to the socket."""
         if self._unsent:

@@ -37,8 +37,16 @@ READ_HEADERS = frozenset(
     }
 )
 _LINE_FEED = ord("\n")  # bytes are searched for a number twenty times as fast as for bytes
-# The values of these headers are lists. If such a header is repeated, the parser needs all values.
-_LISTS = frozenset({b"connection", b"transfer-encoding", b"upgrade"})
+# The values of these headers are lists, so a repeated header continues the list (RFC 9110, 5.3).
+_LISTS = frozenset(
+    {
+        b"access-control-request-headers",
+        b"connection",
+        b"content-encoding",
+        b"transfer-encoding",
+        b"upgrade",
+    }
+)
 
 
 class Headers:
@@ -48,10 +56,11 @@ class Headers:
     much memory: a short header takes up to twenty times as many bytes as were sent.
     """
 
-    __slots__ = ("_num_more_hosts", "_values")
+    __slots__ = ("_ambiguous", "_num_more_hosts", "_values")
 
     def __init__(self) -> None:
         self._values: dict[bytes, bytes] = {}  # the values by lower-case name
+        self._ambiguous: bytes | None = None  # the first name with two different values
         self._num_more_hosts = 0  # number of Host headers after the first one
 
     def add(self, name: bytes, value: bytes) -> None:
@@ -72,6 +81,24 @@ class Headers:
             self._values[name] += b", " + value
         elif name == b"host":
             self._num_more_hosts += 1
+        elif self._ambiguous is None and name in READ_HEADERS and self._values[name] != value:
+            self._ambiguous = name
+
+    def check_repeated(self) -> None:
+        """Check that no header which has one value was sent with several.
+
+        A proxy and this server might each use another of them. Headers that only hooks read are not
+        checked: they may be lists.
+
+        Raises:
+            InvalidRequest: a header has two different values. The error does not quote them,
+                because they may be secrets.
+        """
+        if self._ambiguous is not None:
+            name = self._ambiguous.decode()
+            raise InvalidRequest(
+                f"the header {name} was sent with two different values; send it once", field=name
+            )
 
     @property
     def num_hosts(self) -> int:
@@ -203,8 +230,9 @@ def without_upgrade(method: bytes, url: bytes, version: str, headers: Headers) -
     as they are, because they say where the body ends.
 
     Raises:
-        InvalidRequest: the request asks for a tunnel or for WebSocket.
+        InvalidRequest: the request asks for a tunnel or for WebSocket, or a header has two values.
     """
+    headers.check_repeated()  # the second head would have only one of them
     if headers.first(b"content-length") is None and headers.first(b"transfer-encoding") is None:
         return None
     upgrade = headers.first(b"upgrade") or ""

@@ -80,6 +80,11 @@ class RequestParser:
         # The head without an upgrade, which the parser gets next.
         self._plain_head: bytes | None = None
 
+    @property
+    def headers(self) -> Headers:
+        """The headers of a head that has not arrived as a whole."""
+        return self._headers
+
     def close(self) -> None:
         """Break the reference cycles of this object. After this, nothing can be parsed."""
         del self._parser

@@ -9,7 +9,6 @@ import asyncio
 import difflib
 import logging
 import re
-import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -18,6 +17,11 @@ from dynamo_trtllm.observability import logging as observe_logging
 from dynamo_trtllm.protocol.errors import DynamoError
 from dynamo_trtllm.protocol.http_status import ErrorForm
 from dynamo_trtllm.support.background import wait_for_first
+from dynamo_trtllm.support.http_server.answer_headers import (
+    is_allowed,
+    origin_headers,
+    request_id_of,
+)
 from dynamo_trtllm.support.http_server.connection import HttpConnection
 from dynamo_trtllm.support.http_server.connection_group import ConnectionGroup
 from dynamo_trtllm.support.http_server.exchange import Handler, HttpRequest, HttpResponse
@@ -28,7 +32,6 @@ from dynamo_trtllm.support.tls import ServerCertificate
 
 log = logging.getLogger(__name__)
 
-ECHOED_ID = re.compile(r"[\x21-\x7e]{1,128}")
 ENGINE_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # safe in logs, keys and subjects
 # Idle connections that are closed if there is no file descriptor for another one.
 _NUM_RELIEVED: Final = 16
@@ -155,12 +158,13 @@ class Router:
                 response.headers["Request-Id"] = response.request_id
         if self._origins and self._answer_origin(request, response):
             return
-        if self._guard is not None:
-            try:
+        try:
+            request.headers.check_repeated()
+            if self._guard is not None:
                 self._guard(request, response)
-            except DynamoError as error:
-                response.send_error(error)
-                return
+        except DynamoError as error:
+            response.send_error(error)
+            return
         if self._before is not None:
             try:
                 await self._before(request, response)
@@ -196,15 +200,9 @@ class Router:
         Return True for a preflight, which is answered.
         """
         origin = request.header(b"origin")
-        # Sent with every response: a cache must not return one for an origin to another origin.
-        response.headers["Vary"] = "Origin"
-        if origin is None or not self._origins & {"*", origin}:
+        response.headers |= origin_headers(origin, self._origins)
+        if not is_allowed(origin, self._origins):
             return False
-        allowed = "*" if "*" in self._origins else origin
-        response.headers |= {
-            "Access-Control-Allow-Origin": allowed,
-            "Access-Control-Expose-Headers": "*",
-        }
         if request.method != "OPTIONS" or request.header(b"access-control-request-method") is None:
             return False
         wanted = request.header(b"access-control-request-headers")
@@ -232,8 +230,7 @@ def set_request_id(request: HttpRequest, response: HttpResponse) -> None:
 
     Add it to the response and the log lines.
     """
-    given = request.header(b"x-request-id") or ""
-    request_id = given if ECHOED_ID.fullmatch(given) else secrets.token_hex(16)
+    request_id = request_id_of(request.headers)
     # The id is never reset: the server logs exceptions in this task, which serves no other request.
     observe_logging.request_id.set(request_id)
     request.id = request_id if ENGINE_ID.fullmatch(request_id) else ""
@@ -250,6 +247,7 @@ class HttpServer(ConnectionGroup):
         error_form: the form of errors, unless the handler sets another one.
         shutdown_s: the longest wait for running requests at shutdown.
         certificate: that of the server, which then speaks TLS.
+        origins: the origins whose pages may read errors that the handler does not send (CORS).
     """
 
     def __init__(
@@ -260,8 +258,9 @@ class HttpServer(ConnectionGroup):
         error_form: ErrorForm,
         shutdown_s: float,
         certificate: ServerCertificate | None = None,
+        origins: Set[str] = frozenset(),
     ) -> None:
-        super().__init__(handler, limits, error_form)
+        super().__init__(handler, limits, error_form, origins)
         self._certificate = certificate
         self._shutdown_s = shutdown_s
         self._num_connecting = 0  # accepted connections that are not open yet

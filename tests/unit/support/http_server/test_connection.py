@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -486,3 +487,58 @@ def test_client_leaving_while_paused_cancels_its_handler(
 
     with asyncio.Runner(loop_factory=new_loop) as runner:
         runner.run(asyncio.wait_for(leave(), SOON_S))
+
+
+# The parser reports a header when the next one begins, so the last one of these is not read.
+PAGE = b"X-Request-Id: mine\r\nOrigin: https://a.example\r\nAccept: */*\r\nUser-Agent: x\r\n"
+CHUNKED = b"POST /x HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
+
+
+@each_case(
+    ("sent", "status"),
+    [
+        (b"GET /x HTTP/1.1\r\n" + PAGE + b"\r\n", 400),
+        (b"GET /x HTTP/1.1\r\n" + PAGE + b"wrong\r\n\r\n", 400),
+        (b"GET /x HTTP/1.1\r\n" + PAGE + b"X-Long: " + b"x" * LIMITS.max_header_bytes, 431),
+        (CHUNKED + PAGE + b"\r\nno size\r\n", 400),
+        (GET.replace(b"\r\n\r\n", b"\r\n") % b"x" + PAGE, 408),
+    ],
+)
+async def test_error_before_routing_has_request_id_and_cors(sent: bytes, status: int) -> None:
+    held = Held()
+    server = HttpServer(
+        held, LIMITS, error_form=openai_error, shutdown_s=0.0, origins={"https://a.example"}
+    )
+    client = MemoryClient(held, server=server)
+    client.send(sent)
+    await turns()
+    if status == 408:
+        client.connection._cut()
+    await turns()
+    head = client.received.partition(b"\r\n\r\n")[0]
+    assert int(head.split()[1]) == status
+    assert b"\r\nX-Request-Id: mine" in head
+    assert b"\r\nAccess-Control-Allow-Origin: https://a.example" in head
+    assert b"\r\nVary: Origin" in head
+
+
+async def test_error_in_the_request_line_has_a_new_request_id() -> None:
+    client = MemoryClient(echo)
+    client.send(b"nonsense\r\n\r\n")
+    await turns()
+    assert re.search(rb"\r\nX-Request-Id: [0-9a-f]{32}\r\n", client.received)
+
+
+async def test_error_in_a_body_keeps_the_id_that_the_handler_has_set() -> None:
+    held = Held()
+    client = MemoryClient(Router([Route("POST", "/x", held)], error_forms={"/x": openai_error}))
+    client.send(CHUNKED + b"\r\n")
+    await turns()
+    assert client.connection._current is not None
+    request_id = client.connection._current.response.request_id
+    client.send(b"no size\r\n")
+    await turns()
+    assert held.begun == ["/x"]
+    head = client.received.partition(b"\r\n\r\n")[0].decode()
+    assert f"\r\nX-Request-Id: {request_id}\r\n" in head
+    assert f"\r\nRequest-Id: {request_id}" in head

@@ -119,3 +119,39 @@ async def test_error_after_start_is_logged_and_closes(caplog: pytest.LogCaptureF
     await client.until_answered()
     assert "too late" in caplog.text
     assert client.transport.is_closing()
+
+
+async def ask_with(*lines: str) -> tuple[int, str]:
+    """Return the status and the text of the response to a request with these headers."""
+    client = MemoryClient(ROUTER)
+    client.send("\r\n".join(["GET /a HTTP/1.1", "Host: x", *lines, "\r\n"]).encode())
+    await client.until_answered()
+    return int(client.received.split()[1]), client.received.decode()
+
+
+@each_case(
+    "name",
+    ["Authorization", "X-Request-Id", "X-SLO-TTFT-MS", "traceparent", "X-Api-Key", "Content-Type"],
+)
+async def test_header_with_two_values_is_400_that_names_it(name: str) -> None:
+    status, text = await ask_with(f"{name}: first", f"{name}: second")
+    assert status == 400
+    assert f"the header {name.lower()} was sent with two different values; send it once" in text
+    assert "second" not in text
+    assert "\r\nConnection: close" not in text
+
+
+async def test_header_that_is_repeated_with_one_value_counts_once() -> None:
+    status, text = await ask_with("X-Request-Id: one", "x-request-id: one")
+    assert status == 200
+    assert "\r\nX-Request-Id: one\r\n" in text
+
+
+async def test_header_that_is_not_read_may_have_two_values() -> None:
+    assert (await ask_with("Accept: text/html", "Accept: */*"))[0] == 200
+
+
+async def test_header_with_two_values_beside_an_upgrade_is_400() -> None:
+    repeated = ["Authorization: a", "Authorization: b"]
+    status, text = await ask_with("Upgrade: h2c", "Content-Length: 0", *repeated)
+    assert (status, "the header authorization" in text) == (400, True)
