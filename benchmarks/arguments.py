@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from argparse import ArgumentTypeError
 
+from dynamo_trtllm.protocol.number_text import parse_float, parse_int
+
 LONGEST_S = 24 * 3600.0  # more is a mistake
 
 
 def count(text: str) -> int:
     """Return a number that is at least 1."""
     try:
-        value = int(text)
+        value = parse_int(text)
     except ValueError as exc:
         raise ArgumentTypeError(f"{text!r} is no whole number") from exc
     if value < 1:
@@ -21,7 +23,7 @@ def count(text: str) -> int:
 def seconds(text: str) -> float:
     """Return a number of seconds that can be waited for."""
     try:
-        value = float(text)
+        value = parse_float(text)
     except ValueError as exc:
         raise ArgumentTypeError(f"{text!r} is no number") from exc
     if not 0 < value <= LONGEST_S:

@@ -5,10 +5,11 @@ maximum.
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Sequence
 
 import msgspec
+
+from dynamo_trtllm.protocol.number_text import parse_float
 
 from .result import METRICS, Summary
 
@@ -29,13 +30,11 @@ def limit(text: str, *, is_floor: bool) -> Limit:
         hint = f"Did you mean {near[0]}?" if near else f"Metrics: {', '.join(METRICS)}."
         raise ValueError(f"no metric {metric!r}. {hint}")
     try:
-        number = float(value)
+        number = parse_float(value)
     except ValueError as exc:
         raise ValueError(
             f"{text!r} is not METRIC=VALUE" + ("" if equals else ": = is missing")
         ) from exc
-    if math.isnan(number):
-        raise ValueError(f"{text!r}: no run would miss this limit; pass a number")
     return Limit(metric=metric, value=number, is_floor=is_floor)
 
 

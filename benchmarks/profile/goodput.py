@@ -10,6 +10,8 @@ import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
 
+from dynamo_trtllm.protocol.number_text import parse_float
+
 from ..stream import RequestRecord
 
 
@@ -50,7 +52,7 @@ def parse_goals(words: Sequence[str]) -> dict[str, float]:
             hint = f"Did you mean {near[0]}?" if near else f"Goals: {', '.join(TIMES)}."
             raise ValueError(f"--goodput has no goal {name!r}. {hint}")
         try:
-            goals[name] = float(text)
+            goals[name] = parse_float(text)
         except ValueError:
             raise ValueError(f"--goodput {word!r} is not {name}:MILLISECONDS") from None
         if not 0 < goals[name] < math.inf:

@@ -35,6 +35,7 @@ from dynamo_trtllm.config.load import program
 from dynamo_trtllm.config.token_counts import parse_tokens
 from dynamo_trtllm.launch.running_deployments import frontend_here
 from dynamo_trtllm.protocol.errors import ConfigError, install_hint
+from dynamo_trtllm.protocol.number_text import parse_float, parse_int
 from dynamo_trtllm.support.charts import can_draw
 
 from ..arguments import count, seconds
@@ -235,9 +236,9 @@ def shape_of(args: argparse.Namespace) -> Shape:
         "warmup": args.warmup,
     }
     if args.concurrency is not None:
-        changes |= {"concurrency": _numbers(args.concurrency, int), "request_rate": ()}
+        changes |= {"concurrency": _numbers(args.concurrency, parse_int), "request_rate": ()}
     if args.request_rate is not None:
-        changes |= {"request_rate": _numbers(args.request_rate, float), "concurrency": ()}
+        changes |= {"request_rate": _numbers(args.request_rate, parse_float), "concurrency": ()}
         # the number of the shape belongs to its concurrency
         changes["requests"] = args.num_prompts or 0
     if args.isl is not None or args.osl is not None:

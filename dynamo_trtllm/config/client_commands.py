@@ -22,7 +22,7 @@ from dynamo_trtllm.config.http_access import HttpClientConfig
 from dynamo_trtllm.protocol.number_types import MAX_SECONDS
 
 # HOST:PORT, perhaps with a path.
-_WITHOUT_SCHEME = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):\d{1,5}(/.*)?")
+_WITHOUT_SCHEME = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}(/.*)?")
 
 
 def _server_url(value: str) -> str:

@@ -92,7 +92,7 @@ _RESERVED = {
     "disaggregation_mode": "disaggregation_mode of the worker",
 }
 
-_GPU_NUMBERS = re.compile(r"\d+(,\d+)*")
+_GPU_NUMBERS = re.compile(r"[0-9]+(,[0-9]+)*")
 WorkerName = Annotated[
     str,
     matching(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?", "expected lower-case letters, digits and dashes"),

@@ -23,6 +23,7 @@ from dynamo_trtllm import __version__
 from dynamo_trtllm.config.config_base import GROUPS, Config
 from dynamo_trtllm.config.parser import CommandParser
 from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.protocol.number_text import NUMBER_RULE, is_number_of_python_only
 
 ENV_PREFIX = "DYN_TRTLLM_"
 _TRUTH = {
@@ -47,6 +48,7 @@ class Flag:
     env: tuple[str, ...]  # well-known variables, read in addition to the DYN_TRTLLM_ one
     positional: bool
     kind: type  # bool, dict, int, float, tuple, Path or str
+    is_number: bool  # the value is a number, or a list of numbers
     choices: tuple[str, ...]  # allowed or usual words
     const_flags: Mapping[str, str]  # flags without a value, and the value that each sets
     is_address: bool  # may contain a password
@@ -65,7 +67,7 @@ class Flag:
             source: source of the text, for errors.
 
         Raises:
-            ConfigError: the text is empty, or not a bool or JSON object as required.
+            ConfigError: the text is empty, or not a bool, JSON object or number as required.
         """
         if not text.strip():
             raise ConfigError(f"{source} is empty; give a value or leave it out", field=self.field)
@@ -76,6 +78,8 @@ class Flag:
             return _TRUTH[word]
         if self.kind is dict:
             return _json_object(text, source, self.field)
+        if self.is_number and any(map(is_number_of_python_only, text.split(","))):
+            raise ConfigError(f"{source} is {text!r}: {NUMBER_RULE}", field=self.field)
         if self.kind is tuple:
             return tuple(part.strip() for part in text.split(","))
         return text
@@ -108,6 +112,7 @@ def _flag(name: str, info: FieldInfo) -> Flag:
         env=tuple(given["env"]),
         positional=given["positional"],
         kind=kind,
+        is_number=_has_numbers(info.annotation),
         choices=choices,
         const_flags=given["const_flags"],
         is_address=given["is_address"],
@@ -130,6 +135,17 @@ def _kind(annotation: Any) -> tuple[type, tuple[str, ...]]:
     if issubclass(annotation, Enum):
         return str, tuple(str(member.value) for member in annotation)
     return typing.cast("type", annotation), ()
+
+
+def _has_numbers(annotation: Any) -> bool:
+    """Return True if values of a type are numbers, or lists of numbers."""
+    parts = typing.get_args(annotation)
+    origin = typing.get_origin(annotation)
+    if origin is typing.Annotated:
+        return _has_numbers(parts[0])
+    if origin in (typing.Union, types.UnionType, tuple):
+        return any(map(_has_numbers, parts))
+    return annotation in (int, float)
 
 
 def _json_object(text: str, source: str, field: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from dynamo_trtllm.config.client_commands import DeploymentChoiceConfig
 from dynamo_trtllm.config.config_base import ConnectionConfig, option
+from dynamo_trtllm.protocol.number_text import parse_float
 from dynamo_trtllm.protocol.shares import MAX_REASON_CHARACTERS, Shares
 
 ALL = "all"  # every elastic worker
@@ -46,12 +47,12 @@ def parse_shares(given: str) -> ShareSetting:
 def _share(text: str) -> float:
     """Return a share. Raise ValueError if it is no number from 0 to 1."""
     try:
-        share = float(text)
+        share = parse_float(text)
     except ValueError:
         share = -1.0
     if not 0 <= share <= 1:
         raise ValueError(f"share {text} must be a number from 0 to 1")
-    return abs(share)  # "-0" gives -0.0
+    return share
 
 
 def _checked(given: str) -> str:

@@ -36,6 +36,7 @@ from dynamo_trtllm.engines.method_checks import check_engine_class
 from dynamo_trtllm.models.checkpoint import check_model_files
 from dynamo_trtllm.protocol.errors import ConfigError, InternalError, install_hint
 from dynamo_trtllm.protocol.messages import Role
+from dynamo_trtllm.protocol.number_text import is_digits
 from dynamo_trtllm.protocol.sanitize import shown
 
 
@@ -325,7 +326,7 @@ def _check_gpus(environment: Mapping[str, str], engine: str) -> None:
     Without this check, the torch engine would silently use the CPU.
     """
     requested = [word.strip() for word in environment.get(gpu.VISIBLE, "").split(",")]
-    if not all(word.isdecimal() for word in requested):
+    if not all(is_digits(word) for word in requested):
         # No GPU is requested, or GPUs are requested by UUID.
         return
     found = gpu.count_visible(environment)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamo_trtllm.config.load import process_environment
+from dynamo_trtllm.protocol.number_text import is_digits
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _NVIDIA_SMI = (
@@ -145,7 +146,7 @@ def _chosen(visible: str | None, uuids: list[str]) -> list[int]:
         return list(range(len(uuids)))
     chosen: list[int] = []
     for word in (part.strip() for part in visible.split(",")):
-        if word.isdigit():
+        if is_digits(word):
             found = [int(word)] if int(word) < len(uuids) else []
         else:
             found = [i for i, uuid in enumerate(uuids) if word and uuid.startswith(word)]

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 from urllib.parse import unquote
 
+from dynamo_trtllm.protocol.number_text import is_digits
+
 # Keywords whose value is an object with schemas by name.
 NAMED_SCHEMAS: Final = (
     "properties",
@@ -143,7 +145,7 @@ def _target(root: Any, reference: Any) -> Any:
         name = step.replace("~1", "/").replace("~0", "~")
         if isinstance(target, dict):
             target = target.get(name)
-        elif isinstance(target, list) and name.isdecimal() and len(name) <= _INDEX_DIGITS:
+        elif isinstance(target, list) and is_digits(name) and len(name) <= _INDEX_DIGITS:
             # zod refers to alternatives by their indices.
             target = target[int(name)] if int(name) < len(target) else None
         else:

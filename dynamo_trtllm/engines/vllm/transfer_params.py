@@ -16,6 +16,7 @@ from dynamo_trtllm.engines.external.external_transfers import EngineState, decod
 from dynamo_trtllm.engines.vllm.requests import EXPIRES_AT, READ_TIMES, FetchedKv
 from dynamo_trtllm.protocol.errors import ConfigError, RequestRejected, TransferMismatch
 from dynamo_trtllm.protocol.messages import KvTransferParams, encode
+from dynamo_trtllm.protocol.number_text import is_digits
 from dynamo_trtllm.protocol.number_types import Count, Int64, Port, PositiveCount
 from dynamo_trtllm.support.network.addresses import free_ports, host_and_port
 
@@ -239,7 +240,7 @@ def choose_side_channel(
     if port is None:
         first_port = free_ports(ranks, host)
         return {"side_channel_host": host, "side_channel_port": first_port}
-    if not (port.isdecimal() and 0 < int(port) <= 65_536 - ranks):
+    if not (is_digits(port) and 0 < int(port) <= 65_536 - ranks):
         raise ConfigError(
             f"{PORT} is {port!r}; set it to the first of {ranks} consecutive ports up to 65535, or"
             " unset it"

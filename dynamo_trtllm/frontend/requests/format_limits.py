@@ -25,6 +25,7 @@ from dynamo_trtllm.frontend.requests.format_syntax import (
 )
 from dynamo_trtllm.protocol.errors import InvalidRequest
 from dynamo_trtllm.protocol.messages import OutputFormat, StructuredOutput
+from dynamo_trtllm.protocol.number_text import is_digits
 
 _WRITTEN_OUT: Final = "symbols with repetitions and rules written out"
 _GROUPS: Final = "nesting of groups"
@@ -258,7 +259,7 @@ def _resolved(schema: Any, reference: str) -> Any:
     value = schema
     for part in reference[1:].split("/")[1:]:
         key = unquote(part).replace("~1", "/").replace("~0", "~")
-        is_index = key.isdecimal() and len(key) < 6
+        is_index = is_digits(key) and len(key) < 6
         if isinstance(value, list) and is_index and int(key) < len(value):
             value = value[int(key)]
         elif isinstance(value, dict):

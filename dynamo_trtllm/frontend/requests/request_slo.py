@@ -7,13 +7,14 @@ from typing import Final
 from dynamo_trtllm.frontend.api.sampling import NvExt
 from dynamo_trtllm.protocol.errors import InvalidRequest, UnsupportedParameter
 from dynamo_trtllm.protocol.messages import RequestSlo
+from dynamo_trtllm.protocol.number_text import parse_float
 from dynamo_trtllm.protocol.number_types import MAX_SLO_S
 from dynamo_trtllm.protocol.sanitize import shorten
 from dynamo_trtllm.support.http_server.exchange import HttpRequest
 
 _TTFT: Final = "x-slo-ttft-ms"
 _ITL: Final = "x-slo-itl-ms"
-_MAX_CHARS: Final = 32  # longest text of a number
+_MAX_CHARS: Final = 32  # most characters of a wrong value in an error
 
 
 def request_slo(request: HttpRequest, nvext: NvExt, router_mode: str) -> RequestSlo | None:
@@ -65,9 +66,7 @@ def _limit(request: HttpRequest, header: str, field: str, in_body: float | None)
 
 def _number(text: str) -> float | None:
     """Return the number that a text has; None: the text is not a number."""
-    if len(text) > _MAX_CHARS or not text.isascii():
-        return None
     try:
-        return float(text)
+        return parse_float(text)
     except ValueError:
         return None

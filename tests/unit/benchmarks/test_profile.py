@@ -175,7 +175,7 @@ def test_goodput_counts_requests_that_meet_all_goals() -> None:
         ("tpit:9", "Did you mean tpot"),
         ("speed:9", "Goals: ttft"),
         ("ttft", "not ttft:MILLISECONDS"),
-        ("ttft:nan", "above 0"),
+        ("ttft:nan", "is not ttft:MILLISECONDS"),
         ("ttft:-1", "above 0"),
     ],
 )

@@ -175,7 +175,7 @@ def test_load_takes_the_role_from_a_word_or_default(line, role, source):
         ("--model m --max-num-tokens 0", ["--max-num-tokens", "'0'", "greater than 0"]),
         (
             "--model m --lease-ttl-s inf",
-            ["--lease-ttl-s", "'inf'", "less than or equal to 1000000000"],
+            ["--lease-ttl-s", "'inf'", "the digits 0 to 9"],
         ),
         (
             "--model m --disaggregation-mode both",

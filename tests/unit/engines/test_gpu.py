@@ -88,6 +88,11 @@ def test_visible_gpus_follow_the_variable_order(monkeypatch, visible, sms):
     assert [gpu.sm for gpu in visible_gpus({"CUDA_VISIBLE_DEVICES": visible})] == sms
 
 
+def test_visible_gpus_when_a_number_has_other_digits_then_none(monkeypatch):
+    driver(monkeypatch, [H100, B200])
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "\u00b2"}) == []
+
+
 def test_visible_gpus_default_to_the_process_environment(monkeypatch):
     driver(monkeypatch, [H100, B200])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
