@@ -39,7 +39,7 @@ def main(config: StopConfig) -> None:
     Exit with status 0 if the deployment has ended, or if no deployment runs; 1 if it still runs; 2
     for a bad command line, or for a name that no running deployment has.
     """
-    record = running_deployment(config.deployment_name, f"by its name: {COMMAND_NAME} stop NAME")
+    record = running_deployment(config.deployment_name, "with --deployment-name")
     if record is None:
         _say("no deployment runs on this machine")
         return

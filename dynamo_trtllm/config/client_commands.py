@@ -239,6 +239,7 @@ class StopConfig(Config):
         "this command",
         None,
         positional=True,
+        aliases=("--deployment-name",),
         help="Name of the deployment, as status shows it. Default: the only one.",
     )
     kill: bool = option(

@@ -192,7 +192,7 @@ def option(
     Args:
         group: title of the field's group in `--help`.
         default: default value; `...` for a required field.
-        aliases: further names of the field's flag.
+        aliases: further names of the field's flag; for a positional field, flags that set it, too.
         env: well-known environment variables, read in addition to the DYN_TRTLLM_ one.
         positional: the field is a positional argument.
         const_flags: flags without a value, each mapped to the value that it sets.

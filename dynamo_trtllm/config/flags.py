@@ -57,7 +57,7 @@ class Flag:
     def variables(self) -> list[str]:
         """Return the names of its DYN_TRTLLM_ variables, one for each name of the flag."""
         long_names = [name for name in self.names[1:] if name.startswith("--")]
-        return [variable(name) for name in (self.field, *long_names)]
+        return list(dict.fromkeys(map(variable, (self.field, *long_names))))
 
     def convert(self, text: str, source: str) -> Any:
         """Convert a text to a value for the model.
@@ -102,7 +102,7 @@ def _flag(name: str, info: FieldInfo) -> Flag:
     kind, choices = _kind(info.annotation)
     choices = choices or tuple(given["words"])
     if given["positional"]:
-        names = [name.upper()]
+        names = [name.upper(), *given["aliases"]]
     else:
         names = ["--" + name.replace("_", "-"), *given["aliases"]]
     return Flag(
@@ -302,9 +302,18 @@ def _add(group: argparse._ArgumentGroup, flag: Flag, info: FieldInfo) -> argpars
     if flag.choices:
         metavar = "{" + ",".join(flag.choices) + "}"
     if flag.positional:
-        return group.add_argument(
+        action = group.add_argument(
             flag.field, metavar=metavar, action=_Store, nargs="?", help=help_text
         )
+        if flag.names[1:]:
+            group.add_argument(
+                *flag.names[1:],
+                dest=flag.field,
+                metavar=metavar,
+                action=_Store,
+                help=f"The same as {metavar}.",
+            )
+        return action
     if flag.kind is bool:
         switch = group.add_argument(*flag.names, dest=flag.field, action=_Switch, help=help_text)
         if isinstance(switch, _Switch) and info.default is False:

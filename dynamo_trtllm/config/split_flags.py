@@ -42,9 +42,7 @@ def flag_names(model: type[Config]) -> dict[str, bool]:
     """Return all flags of a model, and whether each takes a value."""
     takes_value: dict[str, bool] = {}
     for flag in flags_of(model):
-        if flag.positional:
-            continue
-        for name in flag.names:
+        for name in flag.names[1:] if flag.positional else flag.names:
             takes_value[name] = flag.kind is not bool
             if flag.kind is bool:
                 takes_value[f"--no-{name.removeprefix('--')}"] = False

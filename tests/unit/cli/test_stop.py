@@ -96,6 +96,22 @@ def test_stop_that_takes_too_long_names_what_runs(
     )
 
 
+@pytest.mark.parametrize("words", [["n"], ["--deployment-name", "n"]])
+def test_name_is_an_argument_or_the_flag_of_other_commands(start: Start, words: list[str]) -> None:
+    process = start(ENDS)
+    assert stopped(*words) == 0
+    assert process.wait() == -signal.SIGTERM
+
+
+def test_two_names_that_differ_are_an_error(
+    start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    process = start(ENDS)
+    assert stopped("n", "--deployment-name", "m") == 2
+    assert process.poll() is None
+    assert "DEPLOYMENT_NAME n and --deployment-name m set the same" in capsys.readouterr().err
+
+
 def test_kill_ends_a_launcher_that_drains(start: Start) -> None:
     process = start(DRAINS)
     assert stopped("--kill") == 0
