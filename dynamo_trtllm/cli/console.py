@@ -53,7 +53,7 @@ GROUPS = {
     "start one process": (
         Command("worker", "Run one worker: an engine with a model.", "worker.main"),
         Command("frontend", "Run an OpenAI-compatible HTTP frontend.", "frontend.process.main"),
-        Command("planner", "Set the shares of elastic workers by the load.", "planner.main"),
+        Command("planner", "Set the shares of elastic workers by the load.", "cli.planner"),
     ),
     "use and watch a deployment": (
         Command("chat", "Chat with a running deployment.", "cli.chat"),

@@ -5,10 +5,31 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TypeVar
 
-from dynamo_trtllm.config.config_base import ConnectionConfig
-from dynamo_trtllm.launch.running_deployments import LaunchRecord
+from dynamo_trtllm.config.config_base import DEFAULT_SOURCE, ConnectionConfig
+from dynamo_trtllm.launch.running_deployments import LaunchRecord, running_deployment
 
 C = TypeVar("C", bound=ConnectionConfig)
+
+
+def with_launched_servers(config: C, deployment_name: str | None) -> C:
+    """Return the settings with the servers of the deployment that was launched here.
+
+    Settings that name a namespace or servers stay as they are, and so do those on a machine on
+    which no deployment runs.
+
+    Args:
+        config: the settings.
+        deployment_name: the name of the deployment. Default: the only one that runs.
+
+    Raises:
+        ConfigError: as for `running_deployment`.
+    """
+    addresses = ("namespace", "etcd_endpoints", "nats_server")
+    if any(config.source_of(name) != DEFAULT_SOURCE for name in addresses):
+        return config
+    record = running_deployment(deployment_name, "with --deployment-name")
+    # While the servers of the deployment start, it has no addresses yet.
+    return with_servers_of(config, record) if record is not None and record.nats else config
 
 
 def with_servers_of(config: C, record: LaunchRecord) -> C:

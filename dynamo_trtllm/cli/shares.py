@@ -10,18 +10,16 @@ from contextlib import aclosing
 from datetime import UTC, datetime
 from typing import Any
 
-from dynamo_trtllm.cli.launched_servers import with_servers_of
+from dynamo_trtllm.cli.launched_servers import with_launched_servers
 from dynamo_trtllm.cluster.connect import open_discovery
 from dynamo_trtllm.cluster.discovery.discovery_interface import Discovery, StoredShares
 from dynamo_trtllm.cluster.discovery.share_changes import change_shares, elastic_workers
 from dynamo_trtllm.cluster.discovery.share_records import share_key
 from dynamo_trtllm.config.commands import SharesConfig
-from dynamo_trtllm.config.config_base import DEFAULT_SOURCE
 from dynamo_trtllm.config.load import command
 from dynamo_trtllm.config.parser import COMMAND_NAME
 from dynamo_trtllm.config.shares import ALL, parse_shares
 from dynamo_trtllm.config.text_table import format_table
-from dynamo_trtllm.launch.running_deployments import running_deployment
 from dynamo_trtllm.observability import logging as observe_logging
 from dynamo_trtllm.protocol.errors import Overloaded, Unreachable, VersionMismatch
 from dynamo_trtllm.protocol.messages import Instance
@@ -38,12 +36,7 @@ def main(config: SharesConfig) -> int:
     worker; and 2 for a bad command line.
     """
     observe_logging.setup(config.log_level, "shares", config.log_format)
-    addresses = ("namespace", "etcd_endpoints")
-    if all(config.source_of(name) == DEFAULT_SOURCE for name in addresses):
-        record = running_deployment(config.deployment_name, "with --deployment-name")
-        if record is not None and record.etcd:
-            config = with_servers_of(config, record)
-    return asyncio.run(_run(config))
+    return asyncio.run(_run(with_launched_servers(config, config.deployment_name)))
 
 
 async def _run(config: SharesConfig) -> int:

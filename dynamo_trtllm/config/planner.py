@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from dynamo_trtllm.config.client_commands import DeploymentChoiceConfig
 from dynamo_trtllm.config.config_base import ClusterRole, NonEmpty, Port, option
 from dynamo_trtllm.config.http_access import HttpAccessConfig
 from dynamo_trtllm.config.routing import SloMilliseconds
 
 
-class PlannerConfig(HttpAccessConfig):
+class PlannerConfig(HttpAccessConfig, DeploymentChoiceConfig):
     """Set the shares of elastic workers so that requests keep the limits of their times.
 
     examples:
       %(prog)s --slo-ttft-ms 2000 --slo-itl-ms 100
       %(prog)s --slo-ttft-ms 2000 --slo-itl-ms 100 --advise
-    Several planners of a namespace may run: one of them leads, and another one takes over when it
-    ends. Without a planner, the shares stay as they are.
+    Without an address of etcd or NATS, it plans for the deployment that was launched on this
+    machine. Several planners of a namespace may run: one of them leads, and another one takes over
+    when it ends. Without a planner, the shares stay as they are.
     exit status: 0 after a signal, 1 if etcd or NATS does not answer at the start, 2 for a bad
     command line
     """

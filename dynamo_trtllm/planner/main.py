@@ -1,4 +1,4 @@
-"""Run a planner from the command line (`dynamo-trtllm planner`)."""
+"""Run a planner from the command line (`python -m dynamo_trtllm.planner`)."""
 
 from __future__ import annotations
 
@@ -16,6 +16,16 @@ def main(config: PlannerConfig) -> None:
     """Run the planner.
 
     Exit status: 0 after a signal, 2 for a wrong configuration, 1 for a later failure.
+    """
+    run_planner(config)
+
+
+def run_planner(config: PlannerConfig) -> None:
+    """Run a planner as this process until a signal.
+
+    Raises:
+        ConfigError: a setting is invalid.
+        Unreachable: etcd or NATS does not answer at the start.
     """
     OUTPUTS.start("planner", config.log_format)
     observe_logging.setup(config.log_level, "planner", config.log_format)

@@ -1,0 +1,70 @@
+"""`dynamo-trtllm planner`: the deployment for which it plans if no address is given."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dynamo_trtllm.cli import planner
+from dynamo_trtllm.config.planner import PlannerConfig
+from dynamo_trtllm.launch.running_deployments import LaunchRecord, recorded
+
+LIMITS = ["--slo-ttft-ms", "2000", "--slo-itl-ms", "100"]
+ETCD = "http://127.0.0.1:5001"
+
+
+@pytest.fixture
+def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LaunchRecord]:
+    """A deployment of which this process is the launcher."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    record = LaunchRecord(
+        pid=os.getpid(),
+        namespace="here",
+        etcd=ETCD,
+        nats="nats://127.0.0.1:5002",
+        etcd_credentials_file="/run/{role}.etcd",
+        nats_credentials_file="/run/{role}.nats",
+    )
+    with recorded(record, pytest.fail):
+        yield record
+
+
+def planned(monkeypatch: pytest.MonkeyPatch, *words: str) -> PlannerConfig:
+    """Return the settings with which the command runs a planner."""
+    configs: list[PlannerConfig] = []
+    monkeypatch.setattr(planner, "run_planner", configs.append)
+    with pytest.raises(SystemExit) as ended:
+        planner.main([*LIMITS, *words])
+    assert ended.value.code == 0
+    return configs[0]
+
+
+def test_planner_without_an_address_uses_the_deployment_of_this_machine(
+    launched: LaunchRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for words in ([], ["--deployment-name", "here"]):
+        config = planned(monkeypatch, *words)
+        assert (config.namespace, config.etcd_endpoints) == ("here", ETCD)
+        assert config.nats_server == launched.nats
+        assert config.etcd_credentials_file == Path("/run/{role}.etcd")
+        assert config.nats_credentials_file == Path("/run/{role}.nats")
+
+
+def test_planner_with_an_address_uses_it(
+    launched: LaunchRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = planned(monkeypatch, "--nats-server", "nats://other:4222")
+    assert (config.namespace, config.nats_server) == ("dynamo", "nats://other:4222")
+    assert config.etcd_credentials_file is None
+
+
+def test_planner_of_an_unknown_deployment_is_an_error(
+    launched: LaunchRecord, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        planner.main([*LIMITS, "--deployment-name", "other"])
+    assert ended.value.code == 2
+    assert "no deployment named 'other' runs on this machine" in capsys.readouterr().err
