@@ -209,7 +209,7 @@ class ClusterDeployment:
         if not path:
             return ""
         try:
-            return Path(path).read_text(encoding="utf-8")
+            return Path(path).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as exc:
             raise ConfigError(f"--extra-engine-args {path} can't be read: {exc}") from exc
 

@@ -273,7 +273,7 @@ class _Fields:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError as exc:
         raise ConfigError(
             f"{path} does not exist. Pass --model-path a model folder.", field="model_path"

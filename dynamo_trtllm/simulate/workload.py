@@ -8,6 +8,7 @@ block, they are equal up to the end of this block.
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import itertools
 import math
@@ -206,6 +207,8 @@ def _spread(arrivals: Sequence[Arrival]) -> list[Arrival]:
 def _lines(path: Path) -> Iterator[bytes]:
     open_file = gzip.open if path.suffix == ".gz" else open
     with open_file(path, "rb") as file:
+        if first := file.readline().removeprefix(codecs.BOM_UTF8):
+            yield first
         yield from file
 
 

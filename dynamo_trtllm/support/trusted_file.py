@@ -9,6 +9,7 @@ user can see.
 
 from __future__ import annotations
 
+import codecs
 import logging
 import os
 import stat
@@ -39,7 +40,8 @@ def read_trusted(path: Path, max_bytes: int, *, is_secret: bool = False) -> byte
     """Return the content of a file that only this user and root can write.
 
     The file is opened first and then checked. So it can't be replaced between the check and the
-    read. A pipe is rejected at once, without a wait for its writer.
+    read. A pipe is rejected at once, without a wait for its writer. A byte order mark, with which
+    some editors begin a text, is left out: it would become a part of the first key or user.
 
     Args:
         path: the path of the file, or of a link to it.
@@ -64,7 +66,7 @@ def read_trusted(path: Path, max_bytes: int, *, is_secret: bool = False) -> byte
         os.close(descriptor)
     if len(data) > max_bytes:
         raise UntrustedFile(f"has more than {max_bytes} bytes; shorten it")
-    return data
+    return data.removeprefix(codecs.BOM_UTF8)
 
 
 def _check(status: os.stat_result, path: Path) -> None:

@@ -430,7 +430,8 @@ def _template_sources(file: bytes | None, config: Mapping[str, Any]) -> dict[str
     """
     try:
         if file is not None:
-            return {"default": file.decode()}
+            # A byte order mark would be in every prompt.
+            return {"default": file.decode("utf-8-sig")}
         match config.get("chat_template"):
             case str(source):
                 return {"default": source}

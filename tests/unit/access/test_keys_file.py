@@ -53,6 +53,11 @@ def test_all_fields_when_written_then_they_are_read_again(path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
+def test_byte_order_mark_before_the_first_key_is_left_out(path: Path) -> None:
+    path.write_text(f"\ufeff{line()}\n", encoding="utf-8")
+    assert [key.name for key in read_keys(path).keys] == ["alice"]
+
+
 def test_change_keeps_comments_mode_and_a_link(path: Path, tmp_path: Path) -> None:
     path.write_text(f"# ours\n\n{line()}\n{line('bob', OTHER_HASH)}\n", encoding="utf-8")
     path.chmod(0o640)

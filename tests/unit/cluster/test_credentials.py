@@ -26,6 +26,11 @@ def test_changed_credentials_are_read(path: Path) -> None:
     assert file.current() == Credentials("worker-2", "c")
 
 
+def test_byte_order_mark_is_no_part_of_the_user(path: Path) -> None:
+    path.write_text("\ufeffworker:c", encoding="utf-8")
+    assert CredentialsFile(path, "nats_credentials_file").current() == Credentials("worker", "c")
+
+
 def test_former_credentials_stay_while_the_file_is_wrong(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

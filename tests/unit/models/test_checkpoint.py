@@ -89,6 +89,13 @@ def test_read_gpt_oss_120b_equals_the_published_shape(tmp_path: Path) -> None:
     assert found.renderer == "harmony"
 
 
+def test_read_leaves_out_a_byte_order_mark(tmp_path: Path) -> None:
+    folder = write(tmp_path, LLAMA)
+    config = folder / "config.json"
+    config.write_text("\ufeff" + config.read_text(encoding="utf-8"), encoding="utf-8")
+    assert read_checkpoint(folder).model_type == "llama"
+
+
 def test_read_dense_model_has_fields_and_defaults(tmp_path: Path) -> None:
     folder = write(tmp_path, LLAMA, tokenizer={}, tokenizer_config={})
     assert read_checkpoint(folder) == Checkpoint(

@@ -62,6 +62,10 @@ def test_requests_of_exact_timestamps_come_at_once(
     assert [one.at_s for one in trace] == [at_ms / 1000 for at_ms in times_ms]
 
 
+def test_byte_order_mark_of_a_trace_is_left_out(tmp_path: Path) -> None:
+    assert len(read_trace(written(tmp_path, f"\ufeff{GOOD}", GOOD))) == 2
+
+
 def test_equal_blocks_have_equal_tokens(tmp_path: Path) -> None:
     first, second = read_trace(written(tmp_path, GOOD, line(0, 700, 0, 2)))
     assert first.prompt()[:512] == second.prompt()[:512]

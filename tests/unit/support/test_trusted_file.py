@@ -27,6 +27,11 @@ def test_file_that_others_can_not_write_is_read(path: Path, mode: int) -> None:
     assert read_trusted(link, 5) == b"12345"
 
 
+def test_byte_order_mark_at_the_beginning_is_left_out(path: Path) -> None:
+    path.write_bytes(b"\xef\xbb\xbfuser:\xef\xbb\xbf")
+    assert read_trusted(path, 20) == b"user:\xef\xbb\xbf"
+
+
 @pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
 def test_file_that_others_can_write_is_rejected(path: Path, mode: int) -> None:
     path.chmod(mode)

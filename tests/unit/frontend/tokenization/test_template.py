@@ -140,6 +140,10 @@ def test_render_when_template_uses_a_usual_name_then_it_works(template: str, exp
     assert prompt(files(template=template), message, template_args={"thinking": True}) == expected
 
 
+def test_render_leaves_out_a_byte_order_mark_of_the_template() -> None:
+    assert prompt(files(template="\ufeff{{ messages[0].content }}")) == "the fox"
+
+
 def test_render_shows_tools_as_objects() -> None:
     template = (
         "{{ tools[0].function.name }} {{ messages[0].tool_calls[0].function.arguments.x }} "
