@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import signal
 import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -94,6 +95,16 @@ class ManagedProcess(Child):
         self.stop_rank = 1 if spec.is_frontend else 0
         self._on_line = on_line
         self._pumping = asyncio.create_task(self._pump(), name=f"lines of {spec.name}")
+
+    def announce_stop(self) -> None:
+        """Make a frontend answer `/ready` with 503 while workers drain, which end before it.
+
+        A load balancer then sends new requests to other frontends. A frontend that is not ready
+        answers 503 already, and may not handle the signal yet, which would end it.
+        """
+        if self.spec.is_frontend and self.is_ready and not self.has_ended:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGUSR1)
 
     async def stop(self) -> None:
         """Send SIGTERM, then kill after the stop time-out. See `Child.stop`.

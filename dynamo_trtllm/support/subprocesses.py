@@ -184,6 +184,9 @@ class Child:
         """Wait for the end of the process and return its exit status. Several tasks may wait."""
         return await asyncio.shield(self._exit_status)
 
+    def announce_stop(self) -> None:
+        """Note that the supervisor stops all children, in the order of their ranks. Idempotent."""
+
     def terminate(self) -> None:
         """Send SIGTERM, once only, because a second one would abort a drain."""
         if not self.is_terminating and not self.has_ended:
@@ -555,6 +558,8 @@ class Supervisor:
 
     async def _stop_children(self) -> None:
         """Stop all children, those of a lower rank first."""
+        for child in self._children.values():
+            child.announce_stop()
         errors: list[BaseException] = []
         ranks = {child.stop_rank for child in self._children.values()}
         for rank in sorted(ranks):

@@ -1,4 +1,4 @@
-"""What frontends and planners do when their terminal is closed (SIGHUP).
+"""What frontends and planners do when their terminal is closed (SIGHUP), or a stop is announced.
 
 tests/e2e/mock_cluster/test_worker_process.py has the worker.
 """
@@ -10,6 +10,7 @@ import secrets
 import signal
 from collections.abc import Callable, Iterator
 
+import httpx
 import pytest
 
 from dynamo_trtllm.config.models import FrontendConfig
@@ -17,6 +18,7 @@ from dynamo_trtllm.config.planner import PlannerConfig
 from dynamo_trtllm.frontend.process import frontend as frontend_module
 from dynamo_trtllm.frontend.process.frontend import Frontend
 from dynamo_trtllm.planner.process import PlannerProcess
+from tests.kit.cluster import PLAIN
 from tests.kit.waiting import SOON_S
 
 
@@ -67,5 +69,25 @@ async def test_closed_terminal_is_ignored_under_nohup(
     async with asyncio.timeout(SOON_S):
         await process.ready()
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        process.stop()
+        await serving
+
+
+async def test_frontend_whose_stop_is_announced_is_not_ready_but_serves() -> None:
+    process = frontend()
+    serving = asyncio.create_task(process.serve_with_signals())
+    async with asyncio.timeout(SOON_S), httpx.AsyncClient(**PLAIN) as client:
+        await process.ready()
+        assert (await client.get(f"{process.url}/ready")).status_code == 200
+        # Without a handler, the signal would end the tests.
+        assert signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL
+        signal.raise_signal(signal.SIGUSR1)
+        ready = await client.get(f"{process.url}/ready")
+        assert ready.status_code == 503
+        assert ready.json() == {
+            "status": "not_ready",
+            "reason": "this frontend will be stopped; send new requests to another one",
+        }
+        assert (await client.get(f"{process.url}/v1/models")).status_code == 200
         process.stop()
         await serving

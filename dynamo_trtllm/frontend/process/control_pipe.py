@@ -24,15 +24,16 @@ _LENGTH: Final = struct.Struct("<I")
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True):
-    """A request for a snapshot of the receiver's metrics, or the reply to one.
+    """A request for a snapshot of the receiver's metrics, the reply to one, or news of the sender.
 
-    A message that is neither says that its sender is ready. The parent is ready once all processes
-    are.
+    A message that is none of these says that its sender is ready. The parent is ready once all
+    processes are.
     """
 
     request: Number = 0  # the number of a request, counted from 1; 0: this is no request
     reply: Number = 0  # the number of the request that is answered; 0: this is no reply
     snapshot: bytes = b""  # the snapshot of a reply
+    is_stop: bool = False  # the sender announces that it will be stopped
 
 
 async def no_metrics() -> bytes:
@@ -56,6 +57,7 @@ class ControlPipe:
     # The replies that are awaited, by the numbers of their requests.
     _waiting: dict[int, asyncio.Future[bytes]] = field(default_factory=dict, init=False)
     is_other_ready: bool = field(default=False, init=False)
+    is_stop_announced: bool = field(default=False, init=False)  # by the other end
 
     async def run(self) -> None:
         """Handle messages until the other end is closed."""
@@ -68,6 +70,8 @@ class ControlPipe:
                         future = self._waiting.get(message.reply)
                         if future is not None and not future.done():
                             future.set_result(message.snapshot)
+                    elif message.is_stop:
+                        self.is_stop_announced = True
                     else:
                         self.is_other_ready = True
                         self._on_ready()
@@ -83,6 +87,10 @@ class ControlPipe:
 
     def send_ready(self) -> None:
         self._send(_Message())
+
+    def announce_stop(self) -> None:
+        """Let the other end know that both will be stopped."""
+        self._send(_Message(is_stop=True))
 
     async def request_snapshot(self, within_s: float) -> bytes:
         """Request the other end's snapshot.

@@ -144,6 +144,7 @@ class Frontend(Lifecycle):
         self._usage = usage
         self._server: HttpServer | None = None
         self._url: str | None = None
+        self._has_own_notice = False  # a signal has announced the stop
         self._owns_process = False  # True: nothing but this frontend runs in the process
 
     @property
@@ -197,8 +198,18 @@ class Frontend(Lifecycle):
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self.stop)
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
+        loop.add_signal_handler(signal.SIGUSR1, self._announce_stop)
         self._stop_on_hangup()
         await self.serve()
+
+    def _announce_stop(self) -> None:
+        """Answer `/ready` with 503 from now on, and all other requests as before."""
+        if not self._has_own_notice:
+            log.info("this frontend will be stopped, so /ready answers 503; it still serves")
+        self._has_own_notice = True
+
+    def _is_stop_announced(self) -> bool:
+        return self._has_own_notice or (self._pipe is not None and self._pipe.is_stop_announced)
 
     def _interrupt(self) -> None:
         """Stop. From the second call on, do not wait for running requests."""
@@ -286,6 +297,7 @@ class Frontend(Lifecycle):
                 self._config,
                 open_gate,
                 pipe=self._pipe,
+                is_stop_announced=self._is_stop_announced,
                 stop=server.stop,
                 hooks=self._hooks,
                 access=access,

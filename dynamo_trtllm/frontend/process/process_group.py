@@ -129,6 +129,7 @@ class ProcessGroup:
         if config.api_keys_file is not None:
             self._usage_file = shared_memory(config.workers)
         self._pipes: dict[str, ControlPipe] = {}
+        self._is_stop_announced = False
         self._ready: set[str] = set()  # names of the processes that have been ready at least once
         self._aggregator = MetricsAggregator()
         self._supervisor = Supervisor(
@@ -140,6 +141,7 @@ class ProcessGroup:
 
         Return the exit status; no process is left.
         """
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, self._announce_stop)
         try:
             return combined_exit_status(await self._supervisor.run(self._start_all()))
         except RunFailed as failed:
@@ -174,6 +176,8 @@ class ProcessGroup:
             # Only the child keeps its end open, so the pipe ends when the child ends.
             child_end.close()
             self._pipes[name] = pipe
+            if self._is_stop_announced:
+                pipe.announce_stop()
             try:
                 async with asyncio.TaskGroup() as tasks:
                     reading = tasks.create_task(pipe.run(), name=f"control pipe of {name}")
@@ -197,6 +201,12 @@ class ProcessGroup:
         if len(self._ready) == self._config.workers:
             for pipe in self._pipes.values():
                 pipe.send_ready()
+
+    def _announce_stop(self) -> None:
+        """Make `/ready` answer 503 in all processes, also in those that are restarted later."""
+        self._is_stop_announced = True
+        for pipe in self._pipes.values():
+            pipe.announce_stop()
 
     async def _total_metrics(self) -> bytes:
         """Return the aggregated metrics of all processes."""

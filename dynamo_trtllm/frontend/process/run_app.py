@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _OTHERS_START = "other processes of this frontend are starting"
+_STOP_ANNOUNCED = "this frontend will be stopped; send new requests to another one"
 # Longest wait until the parent has sent the metrics of all processes. The parent waits a shorter
 # time for each process.
 _METRICS_TIMEOUT_S = 5.0
@@ -54,6 +55,7 @@ async def run_app(
     config: FrontendConfig,
     open_gate: Callable[[Handler], None],
     pipe: ControlPipe | None,
+    is_stop_announced: Callable[[], bool],
     stop: Callable[[], None],
     hooks: Hooks,
     access: AccessControl,
@@ -65,6 +67,8 @@ async def run_app(
 
     Args:
         pipe: leads to the parent, if this process is one of several on the port.
+        is_stop_announced: returns True once `/ready` must answer 503, because the process will be
+            stopped.
         stop: called when a background task has failed, and `/ready` has reported it. The server
             then finishes running requests and cancels this function, which raises the failure.
         hooks: middleware and routes of the program.
@@ -99,7 +103,7 @@ async def run_app(
         store = await _connect_store(config)
         if store is not None:
             stack.push_async_callback(store.aclose)
-        not_ready = partial(_not_ready_reason, tasks, plane, pipe)
+        not_ready = partial(_not_ready_reason, tasks, plane, pipe, is_stop_announced)
         app = build_app(config, models, router, metrics, store, not_ready, hooks, access)
         stack.push_async_callback(app.response_store.aclose)
         work = _background_work(config, models, router, metrics, app, certificate)
@@ -113,7 +117,10 @@ async def run_app(
 
 
 def _not_ready_reason(
-    tasks: BackgroundTasks, plane: RequestPlane, pipe: ControlPipe | None
+    tasks: BackgroundTasks,
+    plane: RequestPlane,
+    pipe: ControlPipe | None,
+    is_stop_announced: Callable[[], bool],
 ) -> str | None:
     """Return the reason for which `/ready` answers 503; None: it answers 200.
 
@@ -122,6 +129,8 @@ def _not_ready_reason(
     by NATS is a reason, because other frontends may have the right credentials.
     """
     reason = tasks.reason or plane.rejection()
+    if is_stop_announced():
+        reason = _STOP_ANNOUNCED
     if reason:
         return reason
     return None if pipe is None or pipe.is_other_ready else _OTHERS_START

@@ -106,3 +106,15 @@ async def test_ask_of_gone_end_is_disconnected() -> None:
         await running[0]
         with pytest.raises(Disconnected):
             await here.request_snapshot(5)
+
+
+async def test_announced_stop_is_known_at_the_other_end() -> None:
+    one = End()
+    other = End()
+    async with asyncio.timeout(10), pair(one, other) as (here, there, _):
+        here.announce_stop()
+        here.send_ready()
+        await other.is_served.wait()
+        assert there.is_stop_announced
+        assert there.is_other_ready
+        assert not here.is_stop_announced

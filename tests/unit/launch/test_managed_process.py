@@ -11,7 +11,7 @@ import pytest
 
 from dynamo_trtllm.launch import launcher
 from dynamo_trtllm.launch.launcher import ManagedProcess
-from dynamo_trtllm.launch.process_specs import ProcessSpec
+from dynamo_trtllm.launch.process_specs import FRONTEND, ProcessSpec
 
 # Ends with 7 after a SIGTERM.
 _DRAINS = """
@@ -23,7 +23,7 @@ exit(7)
 """
 
 
-async def started(monkeypatch: pytest.MonkeyPatch) -> ManagedProcess:
+async def started(monkeypatch: pytest.MonkeyPatch, name: str = "w") -> ManagedProcess:
     """Return a process that has written a line."""
     has_begun = asyncio.Event()
 
@@ -33,7 +33,7 @@ async def started(monkeypatch: pytest.MonkeyPatch) -> ManagedProcess:
 
     monkeypatch.setattr(launcher, "module_command", command)
     spec = ProcessSpec(
-        name="w",
+        name=name,
         module="m",
         argv=(),
         env={},
@@ -61,3 +61,25 @@ async def test_process_that_was_ready_may_finish(monkeypatch: pytest.MonkeyPatch
     process.is_ready = True
     await process.stop()
     assert await process.ended() == 7
+
+
+async def test_ready_frontend_learns_of_a_stop_before_workers_drain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    frontend = await started(monkeypatch, FRONTEND)
+    frontend.announce_stop()  # it is not ready, so it may not handle the signal yet
+    frontend.is_ready = True
+    await frontend.stop()
+    assert await frontend.ended() == 7
+    frontend.announce_stop()  # it has ended
+
+    worker = await started(monkeypatch)
+    worker.is_ready = True
+    worker.announce_stop()
+    await worker.stop()
+    assert await worker.ended() == 7
+
+    frontend = await started(monkeypatch, FRONTEND)
+    frontend.is_ready = True
+    frontend.announce_stop()
+    assert await frontend.ended() == -signal.SIGUSR1

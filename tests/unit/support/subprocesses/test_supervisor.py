@@ -103,6 +103,19 @@ async def test_run_on_signal_ends_programs_by_rank() -> None:
     assert made.said == ["stopping all processes; a second Ctrl-C or SIGTERM kills them"]
 
 
+async def test_stop_is_announced_to_all_programs_before_the_first_ends() -> None:
+    made = Programs()
+    announced: list[str] = []
+
+    async def then() -> None:
+        for name, child in made.children.items():
+            child.announce_stop = lambda name=name: announced.append(name + str(made.ended))  # type: ignore[method-assign, misc]
+        made.supervisor.stop()
+
+    await made.run({"a": DRAINS, "b": DRAINS}, then)
+    assert sorted(announced[:2]) == ["a[]", "b[]"]
+
+
 async def test_run_when_a_second_signal_comes_then_all_are_killed() -> None:
     async def then() -> None:
         signal.raise_signal(signal.SIGTERM)
