@@ -76,6 +76,9 @@ class FakeChild:
     def die(self, status: int) -> None:
         self._end.set_result(status)
 
+    def announce_stop(self) -> None:
+        """Do nothing: a fake frontend has no /ready."""
+
     def terminate(self) -> None:
         if not self.is_terminating and not self.has_ended:
             self.is_terminating = True
