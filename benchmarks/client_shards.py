@@ -15,6 +15,8 @@ from multiprocessing.synchronize import Barrier
 
 import uvloop
 
+from dynamo_trtllm.protocol.counted import counted
+
 from .interrupts import Interrupts, held_back
 from .load_client import Load, ShardResult, run_shard, summarize_shards
 from .stream import RequestRecord
@@ -202,7 +204,7 @@ def _stop_all(connections: Sequence[Connection[str, ShardResult]]) -> None:
 
 def _all_failed(records: list[RequestRecord]) -> AllRequestsFailed:
     errors = Counter(record.error for record in records if not record.is_ok)
-    counts = ", ".join(f"{error} {count} times" for error, count in errors.most_common())
+    counts = ", ".join(f"{error} {counted(count, 'time')}" for error, count in errors.most_common())
     return AllRequestsFailed(
         f"the first {MAX_FAILURES} requests all failed, so no more were sent ({counts})"
     )

@@ -6,6 +6,8 @@ import base64
 import html
 from collections.abc import Mapping, Sequence
 
+from dynamo_trtllm.protocol.counted import counted
+
 from . import plots
 from .plots import Series
 from .result import METRICS, Run, Spread, Summary, summary
@@ -86,12 +88,15 @@ def warnings(run: Run) -> list[str]:
         figures = point.figures
         if figures["errors"]:
             listed = ", ".join(
-                f"{code} {count} times" for code, count in sorted(figures["errors"].items())
+                f"{code} {counted(count, 'time')}"
+                for code, count in sorted(figures["errors"].items())
             )
-            found.append(f"{where}{sum(figures['errors'].values())} requests failed ({listed}).")
+            num_failed = sum(figures["errors"].values())
+            found.append(f"{where}{counted(num_failed, 'request')} failed ({listed}).")
         if figures["wrong_length"]:
             found.append(
-                f"{where}{figures['wrong_length']} answers did not have {run.shape.osl} tokens."
+                f"{where}{counted(figures['wrong_length'], 'answer')} did not have"
+                f" {run.shape.osl} tokens."
             )
         if figures["ok"] and figures["events_per_token"] < 0.95:
             per_token = f"{figures['events_per_token']:.2f} stream events per token"

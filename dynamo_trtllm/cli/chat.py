@@ -33,6 +33,7 @@ from dynamo_trtllm.config.commands import ChatConfig
 from dynamo_trtllm.config.flags import ENV_PREFIX
 from dynamo_trtllm.config.load import command, is_color_disabled
 from dynamo_trtllm.launch.running_deployments import frontend_here
+from dynamo_trtllm.protocol.counted import counted
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.sanitize import escape_controls, mask_address
 from dynamo_trtllm.support import http_client
@@ -432,7 +433,7 @@ class ChatTurn:
             words.append(f"TTFT {(self.first_s - self.began_s) * 1e3:.0f} ms")
             seconds = self.last_s - self.first_s
         if self.num_tokens is not None:
-            words.append(f"{self.num_tokens} tokens")
+            words.append(counted(self.num_tokens, "token"))
             # The time begins with the first token, so this token is not counted.
             if self.num_tokens > 1 and seconds > 0:
                 words.append(f"{(self.num_tokens - 1) / seconds:.1f} tokens/s")

@@ -33,6 +33,7 @@ from dynamo_trtllm.observability.request_timeline import (
     timeline_notes,
     timeline_rows,
 )
+from dynamo_trtllm.protocol.counted import counted_are
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.sanitize import escape_controls
 
@@ -57,13 +58,13 @@ def main(config: ExplainConfig) -> int:
         sys.stderr.write(f"note: {escape_controls(problem)}\n")
     num_more = len(recordings.problems) - _MAX_PROBLEMS
     if num_more > 0:
-        sys.stderr.write(f"note: {num_more} more notes are left out\n")
+        sys.stderr.write(f"note: {counted_are(num_more, 'more note')} left out\n")
     requests = list(recordings.requests.values())
     if config.request is not None:
         requests = recordings.find(config.request)
         if not requests:
             raise NotExplained(
-                f"none of {len(recordings.processes)} processes has recorded a request"
+                f"no process of {len(recordings.processes)} has recorded a request"
                 f" {config.request!r}; check the id, or list the latest requests with '{PROG}'"
             )
     if config.perfetto is not None:

@@ -19,6 +19,7 @@ from dynamo_trtllm.config.load import command
 from dynamo_trtllm.config.parser import COMMAND_NAME
 from dynamo_trtllm.config.text_table import format_table
 from dynamo_trtllm.launch.process_specs import processes
+from dynamo_trtllm.protocol.counted import counted
 from dynamo_trtllm.protocol.errors import ConfigError, install_hint
 from dynamo_trtllm.simulate.constants import Constants, find_constants, known_constants
 from dynamo_trtllm.simulate.topologies import (
@@ -84,7 +85,8 @@ def _heading(comparison: Comparison, shape: Shape, config: PlanConfig) -> str:
     constants = comparison.constants
     return (
         f"{comparison.model} with {constants.engine} on {comparison.gpus} {constants.gpu}, {shape},"
-        f" {config.requests} requests in each of {config.seeds} simulations of a cell\n"
+        f" {counted(config.requests, 'request')} in each of"
+        f" {counted(config.seeds, 'simulation')} of a cell\n"
         f"constants: {constants.source}\n"
         f"good: TTFT within {config.ttft_ms:g} ms, and mean gap within {config.mean_gap_ms:g} ms or"
         f" worst gap within {config.worst_gap_ms:g} ms; good/s/GPU with the range of the"
@@ -135,11 +137,11 @@ def recommendation(
     if is_only:
         yield f"{chosen.topology} is the only topology: a split needs GPUs for two workers."
     elif not figure.mean:
-        yield f"At {chosen.rate:g} requests/s, no topology keeps the limits for any request."
+        yield f"At {_rate(chosen.rate)}, no topology keeps the limits for any request."
     elif not chosen.topology.is_disaggregated:
-        yield f"Do not disaggregate at {chosen.rate:g} requests/s: {chosen.topology} is the best."
+        yield f"Do not disaggregate at {_rate(chosen.rate)}: {chosen.topology} is the best."
     else:
-        yield f"Disaggregate at {chosen.rate:g} requests/s: {chosen.topology} is the best."
+        yield f"Disaggregate at {_rate(chosen.rate)}: {chosen.topology} is the best."
     if not figure.mean:
         kept = "It keeps the limits for no request. " if is_only else ""
         yield f"{kept}Use more GPUs (--gpus), a lower --rate or longer limits."
@@ -155,7 +157,11 @@ def recommendation(
         if rate is None:
             yield f"By {definition}, no split is clearly better than aggregated workers."
         else:
-            yield f"By {definition}, a split is clearly better from {rate:g} requests/s on."
+            yield f"By {definition}, a split is clearly better from {_rate(rate)} on."
+
+
+def _rate(rate: float) -> str:
+    return f"{counted(rate, 'request', f'{rate:g}')}/s"
 
 
 def _comparable(at_rate: Sequence[Cell], chosen: Cell, name: str) -> Iterator[str]:
@@ -259,7 +265,7 @@ def _plot(cells: Sequence[Cell], config: PlanConfig) -> str:
 def _title(comparison: Comparison, chosen: Cell) -> str:
     return (
         f"Written by dynamo-trtllm plan: {chosen.topology} of {comparison.model} for"
-        f" {chosen.rate:g} requests/s."
+        f" {_rate(chosen.rate)}."
     )
 
 

@@ -21,6 +21,7 @@ from dynamo_trtllm.protocol.cost_model import (
     prefill_features,
     prior_fit,
 )
+from dynamo_trtllm.protocol.counted import counted
 from dynamo_trtllm.simulate.constants import Constants, known_constants
 from dynamo_trtllm.support import http_client
 from dynamo_trtllm.support.tls import client_context
@@ -152,12 +153,12 @@ def constants_of(page: str, config: ProfileConfig, alone: Alone | None = None) -
         num_samples = 0 if fit is None else fit.num_samples
         if fit is None or num_samples < _MIN_SAMPLES:
             raise NotProfiled(
-                f"the worker has learned from {num_samples} samples of {kind}; at least"
+                f"the worker has learned from {counted(num_samples, 'sample')} of {kind}; at least"
                 f" {_MIN_SAMPLES} are needed: send more requests to it, or pass --frontend-url and"
                 " longer --seconds. Only aggregated workers learn both kinds"
             )
         costs[name] = [fit.coefficients[term] for term in terms]
-        counts.append(f"{num_samples} samples of {kind}")
+        counts.append(f"{counted(num_samples, 'sample')} of {kind}")
     mock: dict[str, Any] = {
         "step_costs": costs,
         "prefill_tokens_per_step": config.max_num_tokens,

@@ -14,6 +14,7 @@ from dynamo_trtllm.config.deployment import load_deployment
 from dynamo_trtllm.config.load import command, process_environment
 from dynamo_trtllm.config.parser import COMMAND_NAME
 from dynamo_trtllm.config.text_table import format_table
+from dynamo_trtllm.protocol.counted import counted
 from dynamo_trtllm.simulate.cluster import simulate, simulate_closed_loop
 from dynamo_trtllm.simulate.constants import known_constants
 from dynamo_trtllm.simulate.deployments import simulated_deployment
@@ -93,7 +94,7 @@ def _text(figures: Mapping[str, Any], config: SimulateConfig) -> str:
     """Return the figures as text."""
     failed = sum(figures["errors"].values())
     lines = [
-        f"{figures['requests']} requests in {figures['seconds']:.1f} s, {failed} failed,"
+        f"{counted(figures['requests'], 'request')} in {figures['seconds']:.1f} s, {failed} failed,"
         f" {figures['output_tokens_per_s']:.0f} output tokens/s"
         f" ({figures['output_tokens_per_s_per_gpu']:.0f} per GPU),"
         f" {100 * figures['cached_share']:.0f} % of prompt tokens cached\n"

@@ -10,6 +10,7 @@ import msgspec
 from dynamo_trtllm.cli.status_keys import KEY_HEAD, KeyStatus, key_rows, key_table
 from dynamo_trtllm.config.text_table import format_table
 from dynamo_trtllm.launch.process_specs import FRONTEND, PLANNER
+from dynamo_trtllm.protocol.counted import counted
 from dynamo_trtllm.protocol.sanitize import escape_controls
 
 if TYPE_CHECKING:
@@ -176,7 +177,7 @@ def _load(process: ProcessStatus, *, has_bars: bool) -> str:
         return "-"
     if process.role == PLANNER:
         return "leads" if load.get("planner_is_leader") else "does not lead"
-    output_tokens = f"{load.get('output_tokens_total', 0):,.0f} tokens"
+    output_tokens = _counted(load.get("output_tokens_total", 0), "token")
     if process.role == FRONTEND:
         words = [
             f"{load.get('inflight', 0):.0f} in flight",
@@ -184,7 +185,7 @@ def _load(process: ProcessStatus, *, has_bars: bool) -> str:
         ]
         if process.rates is not None:
             return ", ".join([*words, *_rates(process.rates)])
-        words += [f"{load.get('requests_total', 0):,.0f} requests", output_tokens]
+        words += [_counted(load.get("requests_total", 0), "request"), output_tokens]
         num_first_tokens = load.get("ttft_seconds_count")
         if num_first_tokens:
             mean_s = load["ttft_seconds_sum"] / num_first_tokens
@@ -198,6 +199,10 @@ def _load(process: ProcessStatus, *, has_bars: bool) -> str:
         words.append(f"KV {bar}{part:.0%}")
     words.append(output_tokens)
     return ", ".join(words)
+
+
+def _counted(count: float, noun: str) -> str:
+    return counted(count, noun, f"{count:,.0f}")
 
 
 def _rates(rates: FrontendRates) -> list[str]:

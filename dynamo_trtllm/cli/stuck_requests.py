@@ -19,6 +19,7 @@ from dynamo_trtllm.observability.recordings import (
     RequestRecording,
     Step,
 )
+from dynamo_trtllm.protocol.counted import counted
 
 _RECENT_S: Final = 600.0  # a killed process is reported for this time
 _WRONG_DATE_S: Final = 1.0  # a date that is off by more is reported
@@ -346,7 +347,8 @@ def _holder_in_worker(
         # The event of the first token has no number.
         num_tokens = max(1, last.num_tokens)
         return Holder(
-            worker.title, f"the engine has generated {num_tokens} tokens of the call, and no more"
+            worker.title,
+            f"the engine has generated {counted(num_tokens, 'token')} of the call, and no more",
         )
     return Holder(worker.title, _IN_WORKER.get(last.event, "the call has not ended"))
 
@@ -394,7 +396,7 @@ def _queue_ahead(worker: ProcessRecording, queued: Entry) -> str:
     longest = max(prompts, key=lambda call: prompts[call])
     key, _ = longest
     return (
-        f", behind {len(prompts)} calls; the longest is request {key:016x} with"
+        f", behind {counted(len(prompts), 'call')}; the longest is request {key:016x} with"
         f" {prompts[longest]} prompt tokens"
     )
 

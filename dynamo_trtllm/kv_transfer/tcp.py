@@ -41,6 +41,7 @@ from dynamo_trtllm.kv_transfer.checksums import (
 from dynamo_trtllm.kv_transfer.guard import TransferGuard
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion, require_cpu, require_sizes, view
 from dynamo_trtllm.kv_transfer.transfer_backend import Destination, decode_offer
+from dynamo_trtllm.protocol.counted import counted
 from dynamo_trtllm.protocol.errors import (
     BadFrame,
     ConfigError,
@@ -343,9 +344,8 @@ class TcpBackend:
         now = time.monotonic()
         if now >= self._logged_at + _LOG_EVERY_S:
             log.warning(
-                "KV transfer over tcp: closed %d connections, too many are open; check what"
-                " connects",
-                self._num_closed,
+                "KV transfer over tcp: closed %s, too many are open; check what connects",
+                counted(self._num_closed, "connection"),
             )
             self._num_closed = 0
             self._logged_at = now

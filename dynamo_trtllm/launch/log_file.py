@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from dynamo_trtllm.observability.output_relay import RelayedOutput, relay_line
+from dynamo_trtllm.protocol.counted import counted_are
 
 MAX_BYTES: Final = 8 << 20  # the size at which a file is full
 _LAST_LINES_S: Final = 1.0  # the longest wait for the writer at the end
@@ -44,7 +45,7 @@ def log_file(path: Path, name: str) -> Iterator[Callable[[str, str], None]]:
 
     def notice(count: int, reason: str) -> bytes:
         why = f" ({reason})" if reason else ""
-        text = f"{count} lines are not in this file: the disk was too slow or full{why}"
+        text = f"{counted_are(count, 'line')} not in this file: the disk was too slow or full{why}"
         return _line(name, relay_line(name, "text", text).decode().rstrip())
 
     def rotate(written: int) -> None:

@@ -55,6 +55,7 @@ from dynamo_trtllm.models.checkpoint import (
 from dynamo_trtllm.models.hub import Hub, HubModel
 from dynamo_trtllm.observability import logging as observe_logging
 from dynamo_trtllm.observability.outputs import OUTPUTS
+from dynamo_trtllm.protocol.counted import counted
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.messages import Role
 from dynamo_trtllm.protocol.sanitize import escape_controls
@@ -111,8 +112,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The GPUs are those of an imaginary machine, so their numbers are not shown.
         size_gib = machine.gpus[0].total_bytes >> 30
         chosen.reasons["devices"] = (
-            f"{chosen.tensor_parallel_size} GPUs of {size_gib} GiB per worker (--gpu-memory-gib,"
-            " --tensor-parallel-size)"
+            f"{counted(chosen.tensor_parallel_size, 'GPU')} of {size_gib} GiB per worker"
+            " (--gpu-memory-gib, --tensor-parallel-size)"
         )
     data = deployment_data(chosen, model, config, worker_flags, frontend_flags)
     deployment = checked_deployment(data, "flags of this command")

@@ -12,6 +12,7 @@ from typing import Any
 from dynamo_trtllm.config.commands import ServeConfig
 from dynamo_trtllm.config.engine_names import BUILT_IN
 from dynamo_trtllm.engines.gpu import GpuMemory
+from dynamo_trtllm.protocol.counted import counted, counted_are
 from dynamo_trtllm.protocol.errors import ConfigError, install_hint
 from dynamo_trtllm.protocol.messages import Role
 
@@ -223,8 +224,9 @@ def _on_gpus(
     if needed > len(free):
         in_use = f" (in use: {', '.join(busy)})" if busy else ""
         raise ConfigError(
-            f"{_described(workers)} with {size} GPUs each need {needed} GPUs, but {len(free)} are"
-            f" free{in_use}; ask for fewer workers"
+            f"{_described(workers)} with {counted(size, 'GPU')} each need"
+            f" {counted(needed, 'GPU')}, but {counted_are(len(free), 'GPU')} free{in_use}; ask for"
+            " fewer workers"
         )
     chosen = [gpu.number for gpu in free[:needed]]
     num_unused = len(free) - needed

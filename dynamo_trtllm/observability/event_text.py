@@ -7,6 +7,7 @@ from typing import Final
 from dynamo_trtllm.observability.recorded_shares import unpacked_shares
 from dynamo_trtllm.observability.recorder import NO_COST, RecordedEvent
 from dynamo_trtllm.observability.recordings import Entry, ProcessRecording, RequestRecording
+from dynamo_trtllm.protocol.counted import counted
 
 HIDDEN = (RecordedEvent.PROMPT_HASHES,)  # events with data that only a trace shows
 _OF_ALL_CHOICES = (RecordedEvent.RECEIVED, RecordedEvent.FINISHED)
@@ -27,9 +28,9 @@ _MEANINGS: Final[dict[int, str]] = {
     RecordedEvent.TOKENIZED: ": {a} prompt tokens, at most {b} output tokens",
     RecordedEvent.RESERVING_SLOT: ": at {a:x}",
     RecordedEvent.CALL_SENT: ": {reason} at {a:x}",
-    RecordedEvent.PROGRESS: ": {a} tokens",
-    RecordedEvent.LAST_TOKEN: ": {a} tokens, {reason}",
-    RecordedEvent.CALL_ENDED: ": {a} tokens, {reason}",
+    RecordedEvent.PROGRESS: ": {tokens}",
+    RecordedEvent.LAST_TOKEN: ": {tokens}, {reason}",
+    RecordedEvent.CALL_ENDED: ": {tokens}, {reason}",
     RecordedEvent.CALL_RECEIVED: ": {reason} of {a} prompt tokens",
     RecordedEvent.KV_PUBLISHED: ": {a} bytes",
     RecordedEvent.CONNECTION_LOST: ": {reason}",
@@ -65,10 +66,14 @@ def _values(entry: Entry) -> str:
         case RecordedEvent.SHARES_CHANGED:
             return f": revision {b} of epoch {a}" if b else ": those that workers registered"
         case RecordedEvent.FINISHED:
-            return f": HTTP {a}, {b} tokens, {reason}" if a else f": no response, {reason}"
+            return (
+                f": HTTP {a}, {counted(b, 'token')}, {reason}" if a else f": no response, {reason}"
+            )
         case RecordedEvent.KV_FETCH_STARTED:
             return f": {b} bytes from {a:x}" if b else f": from {a:x}"
-    return _MEANINGS.get(entry.event, "").format(a=a, b=b, reason=reason)
+    return _MEANINGS.get(entry.event, "").format(
+        a=a, b=b, reason=reason, tokens=counted(a, "token")
+    )
 
 
 def _share(share: float | None) -> str:

@@ -393,7 +393,8 @@ def main(argv: Sequence[str]) -> None:
 
     def notice(num_lines: int, reason: str) -> bytes:
         why = f"it can't be written: {reason}" if reason else "its reader was too slow"
-        text = f"{num_lines} lines of this output were dropped: {why}"
+        lines_were = "line of this output was" if num_lines == 1 else "lines of this output were"
+        text = f"{num_lines} {lines_were} dropped: {why}"
         return relay_line(process_name, log_format, text)
 
     def report_failure(failed_pipe: int, reason: str) -> None:

@@ -14,6 +14,7 @@ from dynamo_trtllm.observability.recordings import (
     RequestRecording,
     Step,
 )
+from dynamo_trtllm.protocol.counted import counted
 
 _MAX_LONGEST: Final = 3  # intervals
 _LEAST_SHARE: Final = 0.05  # of the time of the request
@@ -107,7 +108,9 @@ def outcome(request: RequestRecording) -> str:
         http_status = end.a
         num_tokens = end.b
         status = f"HTTP {http_status}" if http_status else "no response"
-        return f"finished after {took_s:.3f} s, {status}, {num_tokens} tokens, {end.reason}"
+        return (
+            f"finished after {took_s:.3f} s, {status}, {counted(num_tokens, 'token')}, {end.reason}"
+        )
     frontends = [process for process in request.processes() if process.is_frontend]
     if not frontends:
         return "its frontend is gone, or was not asked or did not answer"

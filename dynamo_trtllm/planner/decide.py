@@ -20,6 +20,7 @@ from dynamo_trtllm.planner.predict import (
     TimeLimits,
 )
 from dynamo_trtllm.protocol.cost_model import CostModel
+from dynamo_trtllm.protocol.counted import counted
 from dynamo_trtllm.protocol.shares import ALL_WORK, DECODE_ONLY, PREFILL_ONLY, Shares
 
 NO_ELASTIC_WORKERS: Final = (
@@ -431,7 +432,7 @@ def _drained_reason(workers: Sequence[WorkerState], drained: Mapping[int, Shares
     if has_streams:
         # `_prefill_shares` has chosen one worker although its streams still run.
         return "no other worker computes prompts; the one with the fewest streams takes them all"
-    return f"the streams of {len(drained)} workers for prefill have ended"
+    return f"the streams of {counted(len(drained), 'worker')} for prefill have ended"
 
 
 def _decode_order(worker: WorkerState) -> tuple[bool, bool, int, int, int]:

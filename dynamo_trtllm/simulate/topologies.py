@@ -9,6 +9,7 @@ from statistics import mean
 from typing import Any, Final, NamedTuple
 
 from dynamo_trtllm.config.deployment import checked_deployment
+from dynamo_trtllm.protocol.counted import counted
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.messages import Role
 from dynamo_trtllm.simulate.cluster import SimulatedDeployment, simulate
@@ -120,7 +121,8 @@ class Comparison:
         num_workers = gpus // constants.gpus_per_worker
         if not num_workers:
             raise ConfigError(
-                f"a worker of {model} takes {constants.gpus_per_worker} GPUs, and there are {gpus};"
+                f"a worker of {model} takes {counted(constants.gpus_per_worker, 'GPU')}, and"
+                f" there are {gpus};"
                 " raise --gpus"
             )
         self.topologies = list(topologies(num_workers))

@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
+from dynamo_trtllm.protocol.counted import counted
 from dynamo_trtllm.protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -358,8 +359,8 @@ def decide_after(
     num_recent = len([restart_s for restart_s in restarts if now - restart_s < limits.window_s])
     if num_recent >= limits.max_restarts:
         raise RunFailed(
-            f"{ended}; it was restarted {num_recent} times in {limits.window_s:g} s, which is the"
-            " limit"
+            f"{ended}; it was restarted {counted(num_recent, 'time')} in {limits.window_s:g} s,"
+            " which is the limit"
         )
     # The first restart has no pause; after that the pause doubles each time.
     pause_s = limits.pause_s * 2 ** (num_recent - 1) if num_recent else 0.0

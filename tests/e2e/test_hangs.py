@@ -222,7 +222,7 @@ def test_hang_when_the_batch_is_full_then_the_engine_s_queue(hanging: Hanging) -
     hanging.start("--decode-fallback", max_batch_size=1, step_s=5.0)
     hanging.ask(ASKED)
     hanging.ask(ASKED)
-    hanging.check("prefill", "engine's queue, behind 1 calls")
+    hanging.check("prefill", "engine's queue, behind 1 call")
 
 
 def test_hang_explained_when_a_prompt_takes_long(hanging: Hanging) -> None:

@@ -304,7 +304,7 @@ def test_launch_when_a_server_dies_twice_then_all_is_given_up(
     os.kill(launched.pid_of(program), signal.SIGKILL)
     status, said = launched.end()
     assert status == 1
-    assert f"{server} was killed by SIGKILL; it was restarted 1 times in 60 s" in said
+    assert f"{server} was killed by SIGKILL; it was restarted 1 time in 60 s" in said
     launched.wait_gone(SOON_S)
 
 

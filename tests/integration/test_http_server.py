@@ -100,7 +100,7 @@ async def test_stop_answers_endless_request_with_503(
         answer = await reader.read()
         assert answer.startswith(b"HTTP/1.1 503 ")
         assert b'"code":"draining"' in answer
-        assert "1 requests" in caplog.text
+        assert "1 request " in caplog.text
         assert ("within 0.1 s" in caplog.text) == (way == "too long")
         assert ("second signal" in caplog.text) == (way == "interrupt")
         writer.close()

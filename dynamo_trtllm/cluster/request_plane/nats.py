@@ -47,6 +47,7 @@ from dynamo_trtllm.cluster.request_plane.transport import (
     no_listener,
     no_reply,
 )
+from dynamo_trtllm.protocol.counted import counted
 from dynamo_trtllm.protocol.errors import (
     Disconnected,
     DynamoError,
@@ -490,8 +491,8 @@ class NatsTransport:
         # A stream may be denied many messages, so only the 1st, 2nd, 4th, 8th … error is logged.
         is_power_of_two = self._num_denied.bit_count() == 1
         if is_power_of_two:
-            text = "NATS at %s denies this process something (%d times so far): %s"
-            log.error(text, self._address, self._num_denied, reason)
+            text = "NATS at %s denies this process something (%s so far): %s"
+            log.error(text, self._address, counted(self._num_denied, "time"), reason)
 
     async def _on_disconnected(self) -> None:
         self._up.clear()

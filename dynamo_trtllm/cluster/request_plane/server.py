@@ -35,6 +35,7 @@ from dynamo_trtllm.cluster.request_plane.subjects import control_subject
 from dynamo_trtllm.cluster.request_plane.transport import Heartbeat, Service, Transport, Unsubscribe
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 from dynamo_trtllm.protocol import errors, former_names
+from dynamo_trtllm.protocol.counted import counted
 from dynamo_trtllm.protocol.errors import DynamoError
 from dynamo_trtllm.protocol.messages import (
     Chunk,
@@ -417,8 +418,9 @@ class PlaneServer:
         if streams:
             num_held = sum(1 for stream in streams if stream.has_ended)
             RECORDER.record_process(RecordedEvent.PEER_LOST, error.code)
-            text = "frontend %s is gone: %d streams cancelled, %d KV transfers aborted (%s)"
-            log.warning(text, inbox, len(streams) - num_held, num_held, error)
+            text = "frontend %s is gone: %s cancelled, %s aborted (%s)"
+            cancelled = counted(len(streams) - num_held, "stream")
+            log.warning(text, inbox, cancelled, counted(num_held, "KV transfer"), error)
         reason = (
             "the worker ended this stream because the frontend did not reply to its heartbeat:"
             f" {error}"

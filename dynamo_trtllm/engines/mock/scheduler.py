@@ -27,6 +27,7 @@ from dynamo_trtllm.engines.waiting_requests import (
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 from dynamo_trtllm.protocol.clocks import SYSTEM_CLOCKS
 from dynamo_trtllm.protocol.cost_model import StepSample
+from dynamo_trtllm.protocol.counted import counted_are
 from dynamo_trtllm.protocol.errors import ContextTooLong, EngineFailed, Overloaded, RequestRejected
 from dynamo_trtllm.protocol.kv_events import OnKvEvents
 from dynamo_trtllm.protocol.messages import Chunk, FinishReason, Phase, token_ids
@@ -120,7 +121,9 @@ class MockScheduler:
                 f"the request needs {needed} KV blocks; the engine has {args.kv_cache_blocks}"
             )
         if len(self._waiting) >= args.max_queue:
-            raise Overloaded(f"{len(self._waiting)} requests are queued; try again later")
+            raise Overloaded(
+                f"{counted_are(len(self._waiting), 'request')} queued; try again later"
+            )
         stream.queue_waits = self._queue_waits.read()
         stream.first_step = self._next_unplanned
         enqueue(self._waiting, stream, self._clock)

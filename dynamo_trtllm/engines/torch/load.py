@@ -39,6 +39,7 @@ from dynamo_trtllm.models.checkpoint import (
     renderer_of,
     served_files,
 )
+from dynamo_trtllm.protocol.counted import counted_are
 from dynamo_trtllm.protocol.errors import ConfigError, EngineFailed
 from dynamo_trtllm.protocol.messages import KvLayout, Limits
 from dynamo_trtllm.protocol.number_types import ceil_div
@@ -196,7 +197,8 @@ def _device(wanted: str) -> torch.device:
     index = 0 if device.index is None else device.index
     if index >= torch.cuda.device_count():
         raise ConfigError(
-            f"device {wanted} does not exist: {torch.cuda.device_count()} GPUs are visible",
+            f"device {wanted} does not exist:"
+            f" {counted_are(torch.cuda.device_count(), 'GPU')} visible",
             field="device",
         )
     return torch.device("cuda", index)

@@ -42,6 +42,7 @@ from dynamo_trtllm.engines.waiting_requests import (
     step_limit,
 )
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
+from dynamo_trtllm.protocol.counted import counted_are
 from dynamo_trtllm.protocol.errors import (
     EngineFailed,
     NonFinite,
@@ -142,7 +143,9 @@ class Scheduler:
     def _take(self, seq: TorchSequence) -> None:
         self.load.take(seq)
         if len(self._waiting) >= self.args.max_queue:
-            rejected = Overloaded(f"{len(self._waiting)} requests are queued; try again later")
+            rejected = Overloaded(
+                f"{counted_are(len(self._waiting), 'request')} queued; try again later"
+            )
             self._events.append(partial(seq.emit, rejected))
         else:
             seq.queue_waits = self._queue_waits.read()

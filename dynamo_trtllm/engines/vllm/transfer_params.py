@@ -14,6 +14,7 @@ import msgspec
 
 from dynamo_trtllm.engines.external.external_transfers import EngineState, decode_state
 from dynamo_trtllm.engines.vllm.requests import EXPIRES_AT, READ_TIMES, FetchedKv
+from dynamo_trtllm.protocol.counted import counted
 from dynamo_trtllm.protocol.errors import ConfigError, RequestRejected, TransferMismatch
 from dynamo_trtllm.protocol.messages import KvTransferParams, encode
 from dynamo_trtllm.protocol.number_text import is_digits
@@ -180,9 +181,8 @@ class KvReleaser:
                 released = await self._release(sorted(batch))
             except Exception as exc:  # noqa: BLE001 - logged; the next batch is released all the same
                 log.warning(
-                    "vLLM could not free the KV of %d requests, which stays until the lease"
-                    " ends: %s",
-                    len(batch),
+                    "vLLM could not free the KV of %s, which stays until the lease ends: %s",
+                    counted(len(batch), "request"),
                     exc,
                 )
                 continue

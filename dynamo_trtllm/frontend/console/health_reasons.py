@@ -17,6 +17,7 @@ from dynamo_trtllm.frontend.console.snapshot import (
 )
 from dynamo_trtllm.frontend.routing.model_registry import WorkerChange
 from dynamo_trtllm.frontend.routing.pair_breakers import PairState
+from dynamo_trtllm.protocol.counted import counted
 
 # A running stream without a token for this time is reported, and a frontend without a sample.
 SILENT_S: Final = 5.0
@@ -146,7 +147,7 @@ def of_requests(
         most_common = failed.most_common(_MAX_CODES)
         named = ", ".join(f"{code} ({count})" for code, count in most_common)
         total = sum(codes.values())
-        share = f"{sum(failed.values())} of {total} requests failed in the last minute"
+        share = f"{sum(failed.values())} of {counted(total, 'request')} failed in the last minute"
         yield HealthReason("warning", f"{share}: {named}.")
     if queued:
         yield HealthReason(

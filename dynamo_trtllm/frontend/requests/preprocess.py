@@ -33,6 +33,7 @@ from dynamo_trtllm.frontend.tokenization.output import OutputParser
 from dynamo_trtllm.frontend.tokenization.renderer import NO_FORCED_IDS, Renderer
 from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
 from dynamo_trtllm.frontend.tokenization.text_parsers import MAX_CHARACTER_TOKENS
+from dynamo_trtllm.protocol.counted import counted
 from dynamo_trtllm.protocol.errors import ContextTooLong, InvalidRequest
 from dynamo_trtllm.protocol.messages import GenerateRequest, Sampling, TokenIds, token_ids
 
@@ -497,9 +498,9 @@ def _output_budget(
     available = context - prompt_tokens
     if available < 1:
         raise ContextTooLong(
-            f"the prompt has {prompt_tokens} tokens; the context length of {served.card.name} is"
-            f" {context} tokens for prompt and output; shorten the prompt by at least"
-            f" {1 - available} tokens",
+            f"the prompt has {counted(prompt_tokens, 'token')}; the context length of"
+            f" {served.card.name} is {context} tokens for prompt and output; shorten the prompt by"
+            f" at least {counted(1 - available, 'token')}",
             field=options.name("messages"),
         )
     if wanted is None:
@@ -510,7 +511,7 @@ def _output_budget(
         return available
     name = options.name("max_tokens")
     raise ContextTooLong(
-        f"the prompt has {prompt_tokens} tokens and {name} is {wanted},"
+        f"the prompt has {counted(prompt_tokens, 'token')} and {name} is {wanted},"
         f" {prompt_tokens + wanted} together; the context length of {served.card.name} is"
         f" {context} tokens: set {name} to at most {available}",
         field=name,

@@ -10,6 +10,7 @@ from collections.abc import Set
 from operator import attrgetter
 from typing import Protocol
 
+from dynamo_trtllm.protocol.counted import counted
 from dynamo_trtllm.protocol.errors import Overloaded
 from dynamo_trtllm.protocol.http_status import ErrorForm
 from dynamo_trtllm.support.http_server.exchange import FlushBatch, Handler
@@ -99,8 +100,8 @@ class ConnectionGroup:
         """Check that a request may run on one more connection. Raises Overloaded."""
         if self._num_running >= self.limits.max_connections:
             raise Overloaded(
-                f"the server runs requests on {self._num_running} connections, its limit; try again"
-                " later"
+                f"the server runs requests on {counted(self._num_running, 'connection')}, its"
+                " limit; try again later"
             )
 
     def mark_running(self, connection: OpenConnection) -> None:

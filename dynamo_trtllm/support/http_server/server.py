@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from dynamo_trtllm.observability import logging as observe_logging
+from dynamo_trtllm.protocol.counted import counted
 from dynamo_trtllm.protocol.errors import DynamoError
 from dynamo_trtllm.protocol.http_status import ErrorForm
 from dynamo_trtllm.support.background import wait_for_first
@@ -312,7 +313,7 @@ class HttpServer(ConnectionGroup):
                 reason = f"that had not ended within {self._shutdown_s:g} s"
             else:
                 reason = "because the server was cancelled"
-            log.error("cancelled %d requests %s", len(running), reason)
+            log.error("cancelled %s %s", counted(len(running), "request"), reason)
             for request in running:
                 request.cancel()
         await asyncio.gather(acceptor.wait_closed(), *running, return_exceptions=True)

@@ -362,8 +362,8 @@ def test_warnings_when_figures_are_worth_less_then_said() -> None:
             run(10.0, records=[short, RequestRecord(index=2, planned_s=1.0, error="overloaded")])
         )
     )
-    assert "1 requests failed (overloaded 1 times)" in found
-    assert "1 answers did not have 5 tokens" in found
+    assert "1 request failed (overloaded 1 time)" in found
+    assert "1 answer did not have 5 tokens" in found
     assert "0.50 stream events per token" in found
     assert "too few requests for a steady state" in found
 

@@ -234,7 +234,7 @@ def test_report_separates_first_and_following_tokens() -> None:
     [
         ([], "no text"),
         ([chunk("length"), usage(3)], "no text, 3 tokens, finish reason: length"),
-        ([chunk(content="a"), usage(1)], "TTFT 0 ms, 1 tokens"),
+        ([chunk(content="a"), usage(1)], "TTFT 0 ms, 1 token"),
         ([{"choices": None}, {"choices": [{"delta": None}]}], "no text"),
     ],
 )

@@ -222,7 +222,7 @@ def test_stuck_queued_call_names_the_longest_earlier_prompt() -> None:
     both = dataclasses.replace(before, entries=entries)
     recordings = Recordings([process("frontend", SENT, begun_ns=begun_ns), both])
     text = StuckReport.of(recordings, older_than_s=10.0).text()
-    assert "behind 1 calls; the longest is request 000000000000f00d with 100 prompt tokens" in text
+    assert "behind 1 call; the longest is request 000000000000f00d with 100 prompt tokens" in text
 
 
 def test_stuck_when_all_has_ended_or_is_recent_then_nothing() -> None:

@@ -68,7 +68,7 @@ def test_rates_are_of_ten_seconds_and_percentiles_of_a_minute() -> None:
 
 def test_counters_of_a_new_run_begin_again() -> None:
     line = watched((0.0, frontend(10, 100)), (2.0, frontend(1, 5)))
-    assert "1 requests, 5 tokens" in line
+    assert "1 request, 5 tokens" in line
 
 
 def test_buckets_are_summed_over_other_labels() -> None:

@@ -151,7 +151,7 @@ def test_choose_when_a_gpu_is_in_use_then_it_is_left_alone() -> None:
             gpus(79),
             SMALL,
             {"decode": 1},
-            "1 prefill and 1 decode worker with 1 GPUs each need 2 GPUs, but 1 are free",
+            "1 prefill and 1 decode worker with 1 GPU each need 2 GPUs, but 1 GPU is free",
         ),
         (
             gpus(79, 79),

@@ -220,7 +220,7 @@ def test_a_worker_takes_all_prompts_when_its_streams_have_ended() -> None:
     decision, _ = decide(observed(workers, 1.0), LIMITS, ChangeTiming(changed_at_s=100.0))
     assert decision.outcome is DecisionOutcome.DRAINED
     assert decision.changes == {2: PREFILL_ONLY}
-    assert decision.reason == "the streams of 1 workers for prefill have ended"
+    assert decision.reason == "the streams of 1 worker for prefill have ended"
 
 
 def test_one_worker_computes_prompts_while_others_drain() -> None:

@@ -42,7 +42,7 @@ function showHealth(snapshot) {
     `${number(snapshot.frontends.length)} frontend process${snapshot.frontends.length === 1 ? "" : "es"}`,
     plural(snapshot.num_workers, "worker"),
     plural(snapshot.num_pairs, "pair"),
-    `${number(point.inflight)} requests in progress`,
+    `${number(point.inflight)} ${point.inflight === 1 ? "request" : "requests"} in progress`,
     snapshot.models.length ? `model ${snapshot.models.join(", ")}` : "no model",
   ].join(" · ");
   byId("reasons").replaceChildren(...reasons.map(reason =>

@@ -207,7 +207,7 @@ async def test_run_given_up_program_drains_the_others() -> None:
     async def then() -> None:
         await made.next_start()
 
-    reason = "b exited with status 5; it was restarted 1 times in 60 s, which is the limit"
+    reason = "b exited with status 5; it was restarted 1 time in 60 s, which is the limit"
     with pytest.raises(RunFailed) as failed:
         await made.run({"a": DRAINS, "b": FAILS}, then)
     assert (str(failed.value), failed.value.exit_status) == (reason, 1)
