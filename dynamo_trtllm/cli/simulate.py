@@ -122,7 +122,8 @@ def _text(figures: Mapping[str, Any], config: SimulateConfig) -> str:
             f" {values['good_requests_per_s_per_gpu']:.2f} requests/s per GPU\n"
         )
     if figures["share_changes"]:
-        lines.append(f"the planner changed shares {figures['share_changes']} times\n")
+        times = counted(figures["share_changes"], "time")
+        lines.append(f"the planner changed shares {times}\n")
     if figures["is_saturated"]:
         lines.append("saturated: waits for first tokens grew until the end, the load is too high\n")
     return "".join(lines)

@@ -209,6 +209,12 @@ class LaunchConfig(Config):
     once: bool = option(
         "process", False, help="Stop all processes once they are ready and the demo is done."
     )
+    dry_run: bool = option(
+        "process",
+        False,
+        help="Check the file, print what would be started (flags, ports, GPUs, names of variables),"
+        " and start nothing.",
+    )
     log_level: LogLevel = option("process", "info", env=LOG_LEVEL, help="Minimum log level.")
     log_format: LogFormat = option(
         "process",

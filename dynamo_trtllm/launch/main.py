@@ -34,6 +34,7 @@ from dynamo_trtllm.launch.demonstration import (
     Demonstration,
     ReadyDeployment,
 )
+from dynamo_trtllm.launch.dry_run import describe_start
 from dynamo_trtllm.launch.launcher import Launcher
 from dynamo_trtllm.launch.process_output import LAUNCHER, ProcessOutput
 from dynamo_trtllm.launch.process_specs import ProcessSpec, is_open_to_all, processes, with_settings
@@ -62,7 +63,7 @@ def main(config: LaunchConfig) -> None:
 
 
 def launch(config: LaunchConfig, demonstration: Demonstration | None, *, once: bool) -> None:
-    """Run the deployment of these settings.
+    """Run the deployment of these settings, or with `dry_run` only print what would be started.
 
     Args:
         config: the settings.
@@ -72,6 +73,9 @@ def launch(config: LaunchConfig, demonstration: Demonstration | None, *, once: b
     Raises:
         ConfigError, RunFailed, OSError: as for `run`.
     """
+    if config.dry_run:
+        _dry_run(config)
+        return
     OUTPUTS.start(LAUNCHER, config.log_format)
     observe_logging.setup(config.log_level, LAUNCHER, config.log_format)
     deployment = with_settings(
@@ -85,6 +89,15 @@ def launch(config: LaunchConfig, demonstration: Demonstration | None, *, once: b
     asyncio.run(
         run(deployment, log_format=config.log_format, demonstration=demonstration, once=once)
     )
+
+
+def _dry_run(config: LaunchConfig) -> None:
+    """Check a deployment as `run` does, and print what it would start. Raises ConfigError."""
+    environ = child_environment()
+    deployment = with_settings(load_deployment(find_file(config.deployment), environ), config)
+    specs = processes(deployment, environ)
+    _check_processes(specs, environ)
+    sys.stdout.write(describe_start(deployment, specs))
 
 
 async def run(
