@@ -128,6 +128,12 @@ def _answer(model: type[Config], positional: Flag | None, name: str) -> str | No
     """
     from dynamo_trtllm.config.layers import read_yaml  # PyYAML, which most commands do not need
 
+    # `chat`, `status` and `bench` have --url, because they ask a frontend.
+    if name == "url" and {"deployment_name", "etcd_endpoints"} <= model.model_fields.keys():
+        return (
+            "this command asks etcd and NATS, not a frontend; for a deployment of another machine"
+            " pass its --etcd-endpoints, --nats-server and --namespace"
+        )
     entries = read_yaml(Path(__file__).with_name("other_servers.yaml"))
     # All flags such as --trtllm.section.key have one entry, "trtllm.".
     section, dot, _ = name.partition(".")

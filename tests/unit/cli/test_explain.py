@@ -12,6 +12,7 @@ from typing import TypeAlias
 import pytest
 
 from dynamo_trtllm.cli import explain
+from dynamo_trtllm.cli import shares as shares_command
 from dynamo_trtllm.cli.explain import of_deployment, timeline
 from dynamo_trtllm.cli.stuck_requests import StuckReport, process_problems
 from dynamo_trtllm.cli.trace_formats import mooncake, perfetto
@@ -526,3 +527,15 @@ def test_requests_of_other_deployments_are_left_out() -> None:
     kept = of_deployment(recordings, launched(10, 1), [launched(20, 2)])
     assert [one.header.pid for one in kept.processes] == [1, 5]
     assert set(kept.requests) == {1, 5}
+
+
+def test_address_of_a_frontend_then_what_to_pass_instead(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for command in (explain, shares_command):
+        with pytest.raises(SystemExit) as ended:
+            command.main(["--url", "gpu-host:8000"])
+        assert ended.value.code == 2
+        said = capsys.readouterr().err
+        assert "unknown flag --url; this command asks etcd and NATS, not a frontend" in said
+        assert "pass its --etcd-endpoints, --nats-server and --namespace" in said
