@@ -61,14 +61,11 @@ async def run_app(
     access: AccessControl,
     certificate: ServerCertificate | None,
 ) -> None:
-    """Run the frontend until cancelled.
-
-    Calls `open_gate` when the models of registered workers are loaded.
+    """Run the frontend until cancelled. Call `open_gate` when registered models are loaded.
 
     Args:
         pipe: leads to the parent, if this process is one of several on the port.
-        is_stop_announced: returns True once `/ready` must answer 503, because the process will be
-            stopped.
+        is_stop_announced: returns True once `/ready` must answer 503.
         stop: called when a background task has failed, and `/ready` has reported it. The server
             then finishes running requests and cancels this function, which raises the failure.
         hooks: middleware and routes of the program.
@@ -77,8 +74,7 @@ async def run_app(
 
     Raises:
         ConfigError: a route of the program has a path of the frontend.
-        Unreachable: etcd or NATS cannot be reached, or NATS has no JetStream and the response store
-            needs it.
+        Unreachable: etcd, NATS or its JetStream for the response store cannot be reached.
     """
     async with AsyncExitStack() as stack:
         view = ClusterView()
