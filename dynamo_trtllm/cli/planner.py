@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from dynamo_trtllm.cli.launched_servers import with_launched_servers
 from dynamo_trtllm.config.load import command
-from dynamo_trtllm.config.parser import CONSOLE
+from dynamo_trtllm.config.parser import COMMAND_NAME
 from dynamo_trtllm.config.planner import PlannerConfig
 from dynamo_trtllm.planner.main import run_planner
 
 
-@command(PlannerConfig, f"{CONSOLE} planner")
+@command(PlannerConfig, f"{COMMAND_NAME} planner")
 def main(config: PlannerConfig) -> None:
     """Run the command.
 

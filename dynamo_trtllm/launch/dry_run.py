@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from dynamo_trtllm.config.deployment import START, DeploymentConfig
 from dynamo_trtllm.engines.gpu import VISIBLE
-from dynamo_trtllm.launch.plan import ProcessSpec
+from dynamo_trtllm.launch.process_specs import ProcessSpec
 from dynamo_trtllm.protocol.sanitize import escape_controls, mask_address
 
 
