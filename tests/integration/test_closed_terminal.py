@@ -73,7 +73,7 @@ async def test_closed_terminal_is_ignored_under_nohup(
         await serving
 
 
-async def test_frontend_whose_stop_is_announced_is_not_ready_but_serves() -> None:
+async def test_frontend_whose_stop_is_announced_is_not_ready() -> None:
     process = frontend()
     serving = asyncio.create_task(process.serve_with_signals())
     async with asyncio.timeout(SOON_S), httpx.AsyncClient(**PLAIN) as client:

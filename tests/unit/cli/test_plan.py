@@ -154,7 +154,7 @@ def test_plan_for_one_worker_compares_nothing(run: Callable[[str], str]) -> None
         (2, "At 4 requests/s, no topology keeps the limits for any request."),
     ],
 )
-def test_plan_in_which_nothing_keeps_the_limits_recommends_nothing(
+def test_plan_that_keeps_no_limits_recommends_nothing(
     run: Callable[[str], str], gpus: int, problem: str
 ) -> None:
     text = run(f"{PLAN} --gpus {gpus} --ttft-ms 1")

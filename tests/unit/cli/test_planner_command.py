@@ -42,7 +42,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, *words: str) -> PlannerConfig:
     return configs[0]
 
 
-def test_planner_without_an_address_uses_the_deployment_of_this_machine(
+def test_planner_without_an_address_uses_the_local_deployment(
     launched: LaunchRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for words in ([], ["--deployment-name", "here"]):
