@@ -9,6 +9,7 @@ import asyncio
 import io
 import json
 import re
+import signal
 import ssl
 import sys
 import time
@@ -247,7 +248,7 @@ def _typed_lines() -> Iterator[str]:
 
 def models(server: ChatServer) -> list[str]:
     """Return the names of the frontend's models. Raise ChatFailed if it gives no valid answer."""
-    with closing(_iterate(_response_lines(server, "/v1/models"))) as lines:
+    with closing(iterated(_response_lines(server, "/v1/models"))) as lines:
         body = _json(b"\n".join(lines))
     return [str(model.get("id")) for model in body.get("data") or ()]
 
@@ -268,7 +269,7 @@ def stream_chat(
     """
     content = json.dumps(body).encode()
     response = _response_lines(server, "/v1/chat/completions", content)
-    with closing(_iterate(response)) as lines:
+    with closing(iterated(response)) as lines:
         yield from events(lines)
 
 
@@ -336,19 +337,49 @@ async def _response_lines(
         raise ChatFailed(f"connection to {shown} lost: {_reason(exc)}") from exc
 
 
-def _iterate(lines: AsyncIterator[bytes]) -> Generator[bytes, None, None]:
-    """Yield lines as they arrive. Ctrl-C interrupts the wait for the next line."""
+def iterated(lines: AsyncIterator[bytes]) -> Generator[bytes, None, None]:
+    """Yield lines as they arrive.
 
-    async def next_line() -> bytes | None:
-        return await anext(lines, None)
-
+    Raises:
+        KeyboardInterrupt: Ctrl-C was pressed, also while the caller handled a line.
+    """
+    interrupt = _Interrupt()
     # The end of the runner also ends the generator of the lines, which closes the connection.
     with asyncio.Runner() as runner:
+        # Python's own handler raises wherever the main thread is. In a callback of the garbage
+        # collector, the exception is only printed, and Ctrl-C has no effect.
+        runner.get_loop().add_signal_handler(signal.SIGINT, interrupt.set)
         while True:
-            line = runner.run(next_line())
+            line = runner.run(interrupt.unless_set(lines))
+            if interrupt.is_set:
+                raise KeyboardInterrupt
             if line is None:
                 return
             yield line
+
+
+class _Interrupt:
+    """Whether Ctrl-C was pressed. `set` is the handler of the signal in an event loop."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._waiting: asyncio.Task[Any] | None = None
+
+    def set(self) -> None:
+        """Note that Ctrl-C was pressed, and end a wait."""
+        self.is_set = True
+        if self._waiting is not None:
+            self._waiting.cancel()
+
+    async def unless_set(self, lines: AsyncIterator[bytes]) -> bytes | None:
+        """Return the next line. None: there is none, or Ctrl-C was pressed during the wait."""
+        self._waiting = asyncio.current_task()
+        try:
+            return await anext(lines, None)
+        except asyncio.CancelledError:
+            return None
+        finally:
+            self._waiting = None
 
 
 def _error_of(text: str) -> str:

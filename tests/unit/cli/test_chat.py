@@ -4,9 +4,12 @@ asked.
 
 from __future__ import annotations
 
+import asyncio
 import io
+import signal
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping
+import weakref
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
@@ -20,6 +23,7 @@ from dynamo_trtllm.cli.chat import (
     LiveOutput,
     error_text,
     events,
+    iterated,
     main,
     notice_writer,
     only_model,
@@ -193,6 +197,33 @@ def test_run_interrupted_ends_only_the_answer() -> None:
         {"role": "assistant", "content": "Fo"},
     ]
     assert talk.chat.num_failures == 0
+
+
+async def endless_lines() -> AsyncIterator[bytes]:
+    yield b"first"
+    await asyncio.sleep(60)
+
+
+def test_ctrl_c_between_two_lines_is_not_lost() -> None:
+    """It comes in a callback of the garbage collector, in which exceptions are only printed."""
+    lines = iterated(endless_lines())
+    assert next(lines) == b"first"
+    garbage = Server()
+    reference = weakref.ref(garbage, lambda _: signal.raise_signal(signal.SIGINT))
+    del garbage
+    assert reference() is None
+    with pytest.raises(KeyboardInterrupt):
+        next(lines)
+
+
+def test_ctrl_c_ends_the_wait_for_a_line() -> None:
+    lines = iterated(endless_lines())
+    next(lines)
+    timer = threading.Timer(0.05, signal.raise_signal, (signal.SIGINT,))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        next(lines)
+    timer.join()
 
 
 @pytest.mark.parametrize(
