@@ -47,6 +47,11 @@ _LISTS = frozenset(
         b"upgrade",
     }
 )
+# These headers only say whose request it is. A proxy may add its own after that of the client, so
+# the first one counts, and none is refused.
+_LABELS = frozenset({b"traceparent", b"user-agent", b"x-request-id", b"x-session-id"})
+# Two different values of one of these headers are an error.
+_SINGLE = READ_HEADERS - _LISTS - _LABELS
 
 
 class Headers:
@@ -81,14 +86,14 @@ class Headers:
             self._values[name] += b", " + value
         elif name == b"host":
             self._num_more_hosts += 1
-        elif self._ambiguous is None and name in READ_HEADERS and self._values[name] != value:
+        elif self._ambiguous is None and name in _SINGLE and self._values[name] != value:
             self._ambiguous = name
 
     def check_repeated(self) -> None:
         """Check that no header which has one value was sent with several.
 
         A proxy and this server might each use another of them. Headers that only hooks read are not
-        checked: they may be lists.
+        checked: they may be lists. Nor are those that only label a request.
 
         Raises:
             InvalidRequest: a header has two different values. The error does not quote them,
