@@ -25,13 +25,13 @@ def describe(entry: Entry, request: RequestRecording) -> str:
 
 # What the numbers and the reason of an event mean, for `str.format`.
 _MEANINGS: Final[dict[int, str]] = {
-    RecordedEvent.TOKENIZED: ": {a} prompt tokens, at most {b} output tokens",
+    RecordedEvent.TOKENIZED: ": {prompt_tokens}, at most {output_tokens}",
     RecordedEvent.RESERVING_SLOT: ": at {a:x}",
     RecordedEvent.CALL_SENT: ": {reason} at {a:x}",
     RecordedEvent.PROGRESS: ": {tokens}",
     RecordedEvent.LAST_TOKEN: ": {tokens}, {reason}",
     RecordedEvent.CALL_ENDED: ": {tokens}, {reason}",
-    RecordedEvent.CALL_RECEIVED: ": {reason} of {a} prompt tokens",
+    RecordedEvent.CALL_RECEIVED: ": {reason} of {prompt_tokens}",
     RecordedEvent.KV_PUBLISHED: ": {a} bytes",
     RecordedEvent.CONNECTION_LOST: ": {reason}",
     RecordedEvent.PEER_LOST: ": {reason}",
@@ -72,7 +72,11 @@ def _values(entry: Entry) -> str:
         case RecordedEvent.KV_FETCH_STARTED:
             return f": {b} bytes from {a:x}" if b else f": from {a:x}"
     return _MEANINGS.get(entry.event, "").format(
-        a=a, b=b, reason=reason, tokens=counted(a, "token")
+        a=a,
+        reason=reason,
+        tokens=counted(a, "token"),
+        prompt_tokens=counted(a, "prompt token"),
+        output_tokens=counted(b, "output token"),
     )
 
 

@@ -333,6 +333,14 @@ def test_timeline_includes_killed_processes() -> None:
     assert lines[-1] == "note: decode bbb (process 77) was killed or crashed"
 
 
+def test_timeline_has_the_singular_of_one_token() -> None:
+    asked: Events = [(0, E.TOKENIZED, 1, 1, ""), (1, E.CALL_RECEIVED, 1, 0, "prefill")]
+    recordings = Recordings([process("frontend", asked)])
+    lines = timeline(recordings.requests[KEY]).splitlines()
+    assert lines[3].endswith("tokenized: 1 prompt token, at most 1 output token")
+    assert lines[4].endswith("call received: prefill of 1 prompt token")
+
+
 def test_many_recordings_that_can_not_be_read_are_few_lines(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
