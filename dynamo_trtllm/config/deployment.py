@@ -89,6 +89,7 @@ _RESERVED = {
     "etcd_endpoints": "services.etcd",
     "nats_server": "services.nats",
     "namespace": "namespace",
+    "deployment_name": "namespace",
     "disaggregation_mode": "disaggregation_mode of the worker",
 }
 

@@ -9,6 +9,7 @@ from dynamo_trtllm.config.planner import PlannerConfig
 from dynamo_trtllm.observability import logging as observe_logging
 from dynamo_trtllm.observability.outputs import OUTPUTS
 from dynamo_trtllm.planner.process import PlannerProcess
+from dynamo_trtllm.protocol.errors import ConfigError
 
 
 @command(PlannerConfig, "python -m dynamo_trtllm.planner")
@@ -17,6 +18,13 @@ def main(config: PlannerConfig) -> None:
 
     Exit status: 0 after a signal, 2 for a wrong configuration, 1 for a later failure.
     """
+    # Only the flag is an error: the variable may be set for other commands.
+    if config.source_of("deployment_name").startswith("flag "):
+        raise ConfigError(
+            "only `dynamo-trtllm planner` looks for a deployment of this machine; use that"
+            " command, or pass --etcd-endpoints, --nats-server and --namespace",
+            field="deployment_name",
+        )
     run_planner(config)
 
 

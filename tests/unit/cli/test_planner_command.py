@@ -11,6 +11,7 @@ import pytest
 from dynamo_trtllm.cli import planner
 from dynamo_trtllm.config.planner import PlannerConfig
 from dynamo_trtllm.launch.running_deployments import LaunchRecord, recorded
+from dynamo_trtllm.planner import main as planner_module
 
 LIMITS = ["--slo-ttft-ms", "2000", "--slo-itl-ms", "100"]
 ETCD = "http://127.0.0.1:5001"
@@ -68,3 +69,20 @@ def test_planner_of_an_unknown_deployment_is_an_error(
         planner.main([*LIMITS, "--deployment-name", "other"])
     assert ended.value.code == 2
     assert "no deployment named 'other' runs on this machine" in capsys.readouterr().err
+
+
+def test_planner_module_does_not_ignore_the_name_of_a_deployment(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configs: list[PlannerConfig] = []
+    monkeypatch.setattr(planner_module, "run_planner", configs.append)
+    with pytest.raises(SystemExit) as ended:
+        planner_module.main([*LIMITS, "--deployment-name", "here"])
+    assert ended.value.code == 2
+    assert "only `dynamo-trtllm planner` looks for a deployment" in capsys.readouterr().err
+    # A launcher passes variables of its user on to the planner.
+    monkeypatch.setenv("DYN_TRTLLM_DEPLOYMENT_NAME", "here")
+    with pytest.raises(SystemExit) as ended:
+        planner_module.main(LIMITS)
+    assert ended.value.code == 0
+    assert len(configs) == 1

@@ -93,6 +93,11 @@ def test_load_deployment_with_workers_only_has_defaults(deployment_file):
             "nats-server: set services.nats instead",
         ),
         ("http-port: 8000", "http-port: 99999", "frontend.http_port is 99999"),
+        (
+            "frontend:",
+            "planner: {deployment-name: other}\nfrontend:",
+            "planner: deployment-name: set namespace instead",
+        ),
         ("http-port", "htp-port", "frontend: unknown key 'htp_port'; did you mean 'http_port'?"),
         ("nats://n:4222", "a b", "services.nats: expected an address like"),
         ("[0, 1]", "gpu", "workers[1].devices: expected cpu or a list of GPU numbers"),
