@@ -145,7 +145,7 @@ def read_trace(path: Path, num_requests: int | None = None, speed: float = 1.0) 
     """Read the first requests of a trace. A file that ends with .gz is decompressed.
 
     Requests of one timestamp keep the order of their lines. They come at once, except in Mooncake's
-    own traces, whose timestamps are rounded to 3 s. There they are spread evenly over the 3 s.
+    own traces, whose timestamps are rounded to 3 s. There, requests are spread evenly over the 3 s.
 
     Args:
         path: the file.
@@ -185,7 +185,7 @@ def _is_rounded(arrivals: Sequence[Arrival]) -> bool:
 
     Times that are multiples of a longer time are not: then the client has sent batches.
     """
-    ticks = [round(arrival.at_s / _TICK_S) for arrival in arrivals]
+    ticks = [_tick(arrival) for arrival in arrivals]
     errors_s = (
         abs(arrival.at_s - tick * _TICK_S) for arrival, tick in zip(arrivals, ticks, strict=True)
     )
@@ -193,15 +193,20 @@ def _is_rounded(arrivals: Sequence[Arrival]) -> bool:
 
 
 def _spread(arrivals: Sequence[Arrival]) -> list[Arrival]:
-    """Return the requests of a trace with rounded times, spread evenly."""
+    """Return the requests of a trace with rounded times, those of each tick spread evenly."""
     spread: list[Arrival] = []
-    for at_s, group in itertools.groupby(arrivals, key=lambda arrival: arrival.at_s):
+    for _, group in itertools.groupby(arrivals, key=_tick):
         together = list(group)
         spread += [
-            arrival._replace(at_s=at_s + _TICK_S * number / len(together))
+            arrival._replace(at_s=together[0].at_s + _TICK_S * number / len(together))
             for number, arrival in enumerate(together)
         ]
-    return spread
+    # A tick may begin a few ms early, before the last of many requests of the tick before it.
+    return sorted(spread, key=lambda arrival: arrival.at_s)
+
+
+def _tick(arrival: Arrival) -> int:
+    return round(arrival.at_s / _TICK_S)
 
 
 def _lines(path: Path) -> Iterator[bytes]:

@@ -54,6 +54,14 @@ def test_requests_of_rounded_timestamps_are_spread(tmp_path: Path) -> None:
     assert [one.at_s for one in at_twice_the_speed] == [time_s / 2 for time_s in times_s]
 
 
+def test_spread_requests_stay_in_order(tmp_path: Path) -> None:
+    times_ms = [0, 2999, 2999, 3001, *[6000] * 1000, 8996]
+    trace = read_trace(written(tmp_path, *(line(at_ms, 600, 0, 1) for at_ms in times_ms)))
+    times_s = [one.at_s for one in trace]
+    assert times_s[:4] == pytest.approx([0.0, 2.999, 3.999, 4.999])
+    assert times_s == sorted(times_s)
+
+
 @pytest.mark.parametrize("times_ms", [(0, 0, 0), (0, 0, 3000, 3020), (0, 6000, 6000), (0, 0, 7500)])
 def test_requests_of_exact_timestamps_come_at_once(
     tmp_path: Path, times_ms: tuple[int, ...]
