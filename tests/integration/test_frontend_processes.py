@@ -50,8 +50,12 @@ def make_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Proces
 
 
 def served() -> str:
-    data = encode(_Message())
-    return (len(data).to_bytes(4, "little") + data).hex()
+    return framed(_Message()).hex()
+
+
+def framed(message: _Message) -> bytes:
+    data = encode(message)
+    return len(data).to_bytes(4, "little") + data
 
 
 async def until_serving(group: ProcessGroup, count: int) -> None:
@@ -102,6 +106,38 @@ async def test_run_restarts_a_process_that_died(make_group, caplog) -> None:
         signal.raise_signal(signal.SIGTERM)
         assert await running == 0
     assert "frontend-1 was killed by SIGKILL; starting it again (1 of 3 in 60 s)" in caplog.text
+
+
+async def test_announced_stop_reaches_running_and_restarted_processes(
+    make_group, caplog, tmp_path
+) -> None:
+    caplog.set_level(logging.INFO)
+    hears = (
+        f"\nheard = open({str(tmp_path)!r} + f'/{{os.getpid()}}', 'wb', 0)\n"
+        "while data := os.read(0, 99): heard.write(data)"
+    )
+    made = make_group(SERVED + hears)
+
+    async def until_announced(*names: str) -> None:
+        announced = framed(_Message(is_stop=True))
+        paths = [tmp_path / str(pid(made, name)) for name in names]
+        while not all(path.exists() and announced in path.read_bytes() for path in paths):  # noqa: ASYNC110  # another process writes them
+            await asyncio.sleep(0.01)
+
+    running = asyncio.create_task(made.run())
+    async with asyncio.timeout(3 * SOON_S):
+        await until_serving(made, 2)
+        for _ in range(2):
+            signal.raise_signal(signal.SIGUSR1)
+        await until_announced("frontend-1", "frontend-2")
+        first = pid(made, "frontend-1")
+        os.kill(first, 9)
+        while pid(made, "frontend-1") == first:  # noqa: ASYNC110  # it has no event
+            await asyncio.sleep(0.01)
+        await until_announced("frontend-1")
+        signal.raise_signal(signal.SIGTERM)
+        assert await running == 0
+    assert caplog.text.count("these frontends will be stopped, so /ready answers 503") == 1
 
 
 async def test_requested_stop_is_not_logged_as_an_error(make_group, caplog) -> None:

@@ -204,6 +204,8 @@ class ProcessGroup:
 
     def _announce_stop(self) -> None:
         """Make `/ready` answer 503 in all processes, also in those that are restarted later."""
+        if not self._is_stop_announced:
+            log.info("these frontends will be stopped, so /ready answers 503; they still serve")
         self._is_stop_announced = True
         for pipe in self._pipes.values():
             pipe.announce_stop()
