@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, NamedTuple, cast
 
+from dynamo_trtllm.access.access_control import Tenant
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.api.chat import ChatRequest
 from dynamo_trtllm.frontend.api.error_bodies import openai_error
@@ -146,7 +147,7 @@ class FakeRouter:
         for chunk in self._chunks[1:]:
             stream.emit(chunk)
 
-    def get(self, name: str) -> ServedModel:
+    def get(self, name: str, tenant: Tenant | None = None) -> ServedModel:
         return SERVED
 
 
@@ -178,12 +179,13 @@ def make_exchange(
         request = HttpRequest("POST", "/v1/chat/completions", "", headers, "", lambda: None)
         request.feed(body)
         request.complete()
-        await app(
-            request,
-            HttpResponse(
-                NullTransport(), FlushBatch(), lambda: None, error_form=openai_error, stall_s=30.0
-            ),
+        response = HttpResponse(
+            NullTransport(), FlushBatch(), lambda: None, error_form=openai_error, stall_s=30.0
         )
+        await app(request, response)
+        # A request that fails takes little time, which would be shown as the cost of a token.
+        if response.status != 200:
+            raise RuntimeError(f"the request got HTTP {response.status}; repair this benchmark")
 
     return exchange
 
