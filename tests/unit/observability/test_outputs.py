@@ -234,11 +234,8 @@ log.info("later")
         while b"INFO w x: %06dx" % (num_passed_on + 1) in (line := process.stderr.readline()):
             num_passed_on += 1
         num_dropped = number - num_passed_on
-        assert (
-            b"WARNING w observability.output_relay: %d lines of this output were dropped"
-            % num_dropped
-            in line
-        )
+        lines_were = "line of this output was" if num_dropped == 1 else "lines of this output were"
+        assert f"observability.output_relay: {num_dropped} {lines_were} dropped" in line.decode()
         _, rest = process.communicate(b"\n", timeout=SOON_S)
     assert rest.endswith(b"INFO w x: later\n")
 
