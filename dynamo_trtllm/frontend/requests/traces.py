@@ -24,6 +24,7 @@ from typing import Any, Final, NamedTuple
 import orjson
 
 from dynamo_trtllm import __version__
+from dynamo_trtllm.protocol.counted import counted
 from dynamo_trtllm.protocol.messages import PhaseTimings
 from dynamo_trtllm.protocol.phases import FRONTEND, PHASES, Span, divide
 from dynamo_trtllm.support import http_client
@@ -207,7 +208,8 @@ class TraceExporter:
         """Log how many traces were dropped and the last reason, at most once a minute."""
         if self._num_dropped and time.monotonic() - self._warned_at_s >= _WARN_EVERY_S:
             reason = self._reason or f"{self._url} does not take traces as fast as requests end"
-            log.warning("%s; %d traces were dropped", reason, self._num_dropped)
+            was = "was" if self._num_dropped == 1 else "were"
+            log.warning("%s; %s %s dropped", reason, counted(self._num_dropped, "trace"), was)
             self._warned_at_s = time.monotonic()
             self._num_dropped = 0
             self._reason = ""

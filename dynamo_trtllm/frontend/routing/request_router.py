@@ -37,6 +37,7 @@ from dynamo_trtllm.frontend.routing.worker_selection import WorkerSelector
 from dynamo_trtllm.observability.line_limit import LineLimit
 from dynamo_trtllm.observability.logging import short_id
 from dynamo_trtllm.protocol.clocks import SYSTEM_CLOCKS, Clocks
+from dynamo_trtllm.protocol.counted import counted
 from dynamo_trtllm.protocol.errors import (
     DeadlineExceeded,
     DynamoError,
@@ -77,9 +78,8 @@ _FAILURE_LINES_PERIOD_S = 10.0
 
 
 def _log_failures_left_out(count: int) -> None:
-    log.warning(
-        "%d more calls failed within %g s and were tried again", count, _FAILURE_LINES_PERIOD_S
-    )
+    calls = counted(count, "more call")
+    log.warning("%s failed and had another attempt, within %g s", calls, _FAILURE_LINES_PERIOD_S)
 
 
 @dataclass(eq=False)

@@ -291,5 +291,5 @@ async def test_trace_warning_after_recovery_says_why_dropped(
         await asyncio.gather(task, return_exceptions=True)
     warnings = [line for line in caplog.messages if "traces" in line]
     assert [line.partition(": ")[2] for line in warnings] == 2 * [
-        "it answers with HTTP status 503; 1 traces were dropped"
+        "it answers with HTTP status 503; 1 trace was dropped"
     ]
