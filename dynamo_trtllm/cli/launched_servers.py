@@ -11,7 +11,7 @@ from dynamo_trtllm.launch.running_deployments import LaunchRecord, running_deplo
 C = TypeVar("C", bound=ConnectionConfig)
 
 
-def with_launched_servers(config: C, deployment_name: str | None) -> C:
+def with_launched_servers(config: C, deployment_name: str | None, *, uses_nats: bool) -> C:
     """Return the settings with the servers of the deployment that was launched here.
 
     Settings that name a namespace or servers stay as they are, and so do those on a machine on
@@ -20,11 +20,14 @@ def with_launched_servers(config: C, deployment_name: str | None) -> C:
     Args:
         config: the settings.
         deployment_name: the name of the deployment. Default: the only one that runs.
+        uses_nats: the command uses NATS, so an address of NATS counts, too.
 
     Raises:
         ConfigError: as for `running_deployment`.
     """
-    addresses = ("namespace", "etcd_endpoints", "nats_server")
+    addresses = ["namespace", "etcd_endpoints"]
+    if uses_nats:
+        addresses.append("nats_server")
     if any(config.source_of(name) != DEFAULT_SOURCE for name in addresses):
         return config
     record = running_deployment(deployment_name, "with --deployment-name")

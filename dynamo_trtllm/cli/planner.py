@@ -18,7 +18,7 @@ def main(config: PlannerConfig) -> None:
 
     Exit status: 0 after a signal, 2 for a wrong configuration, 1 for a later failure.
     """
-    run_planner(with_launched_servers(config, config.deployment_name))
+    run_planner(with_launched_servers(config, config.deployment_name, uses_nats=True))
 
 
 if __name__ == "__main__":

@@ -36,7 +36,8 @@ def main(config: SharesConfig) -> int:
     worker; and 2 for a bad command line.
     """
     observe_logging.setup(config.log_level, "shares", config.log_format)
-    return asyncio.run(_run(with_launched_servers(config, config.deployment_name)))
+    config = with_launched_servers(config, config.deployment_name, uses_nats=False)
+    return asyncio.run(_run(config))
 
 
 async def _run(config: SharesConfig) -> int:

@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from dynamo_trtllm.cli import planner
+from dynamo_trtllm.cli.launched_servers import with_launched_servers
+from dynamo_trtllm.config.commands import SharesConfig
+from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.planner import PlannerConfig
 from dynamo_trtllm.launch.running_deployments import LaunchRecord, recorded
 from dynamo_trtllm.planner import main as planner_module
@@ -60,6 +63,14 @@ def test_planner_with_an_address_uses_it(
     config = planned(monkeypatch, "--nats-server", "nats://other:4222")
     assert (config.namespace, config.nats_server) == ("dynamo", "nats://other:4222")
     assert config.etcd_credentials_file is None
+
+
+@pytest.mark.parametrize(("uses_nats", "namespace"), [(True, "dynamo"), (False, "here")])
+def test_address_of_nats_counts_only_for_commands_that_use_it(
+    launched: LaunchRecord, uses_nats: bool, namespace: str
+) -> None:
+    config = load(SharesConfig, prog="test", argv=[], environ={"NATS_SERVER": "nats://other:4222"})
+    assert with_launched_servers(config, None, uses_nats=uses_nats).namespace == namespace
 
 
 def test_planner_of_an_unknown_deployment_is_an_error(
