@@ -13,10 +13,10 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
+from dynamo_trtllm.cli.launched_servers import names_servers
 from dynamo_trtllm.cli.stuck_requests import StuckReport
 from dynamo_trtllm.cli.trace_formats import mooncake, perfetto
 from dynamo_trtllm.config.commands import ExplainConfig
-from dynamo_trtllm.config.config_base import DEFAULT_SOURCE
 from dynamo_trtllm.config.load import command, process_environment
 from dynamo_trtllm.config.parser import COMMAND_NAME
 from dynamo_trtllm.config.text_table import format_table
@@ -88,10 +88,11 @@ def _deployment(config: ExplainConfig) -> LaunchRecord | None:
     """Return the deployment that was launched here, unless the settings name another one.
 
     Raises:
-        ConfigError: several deployments run, and none is chosen.
+        ConfigError: several deployments run, and none is chosen; or flags name a deployment and
+            servers.
     """
     addresses = ("namespace", "etcd_endpoints", "nats_server", "recorder_dir")
-    if any(config.source_of(name) != DEFAULT_SOURCE for name in addresses):
+    if names_servers(config, addresses):
         return None
     record = running_deployment(config.deployment_name, "with --deployment-name")
     # While the servers of the deployment start, it has no address yet.

@@ -97,3 +97,25 @@ def test_planner_module_does_not_ignore_the_name_of_a_deployment(
         planner_module.main(LIMITS)
     assert ended.value.code == 0
     assert len(configs) == 1
+
+
+def test_a_deployment_name_wins_over_addresses_of_the_environment(
+    launched: LaunchRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ETCD_ENDPOINTS", "http://other:2379")
+    config = planned(monkeypatch, "--deployment-name", "here")
+    assert (config.etcd_endpoints, config.nats_server) == (ETCD, launched.nats)
+    # A flag wins over the environment in the other direction, too.
+    monkeypatch.delenv("ETCD_ENDPOINTS")
+    monkeypatch.setenv("DYN_TRTLLM_DEPLOYMENT_NAME", "here")
+    config = planned(monkeypatch, "--nats-server", "nats://other:4222")
+    assert config.nats_server == "nats://other:4222"
+
+
+def test_flags_of_a_deployment_and_of_an_address_are_an_error(
+    launched: LaunchRecord, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        planner.main([*LIMITS, "--deployment-name", "here", "--namespace", "other"])
+    assert ended.value.code == 2
+    assert "give --deployment-name or --namespace, not both" in capsys.readouterr().err
