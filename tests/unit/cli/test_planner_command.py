@@ -66,7 +66,7 @@ def test_planner_with_an_address_uses_it(
 
 
 @pytest.mark.parametrize(("uses_nats", "namespace"), [(True, "dynamo"), (False, "here")])
-def test_address_of_nats_counts_only_for_commands_that_use_it(
+def test_address_of_nats_counts_only_if_nats_is_used(
     launched: LaunchRecord, uses_nats: bool, namespace: str
 ) -> None:
     config = load(SharesConfig, prog="test", argv=[], environ={"NATS_SERVER": "nats://other:4222"})
@@ -99,7 +99,7 @@ def test_planner_module_does_not_ignore_the_name_of_a_deployment(
     assert len(configs) == 1
 
 
-def test_a_deployment_name_wins_over_addresses_of_the_environment(
+def test_deployment_name_wins_over_addresses_of_variables(
     launched: LaunchRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ETCD_ENDPOINTS", "http://other:2379")
